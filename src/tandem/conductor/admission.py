@@ -181,7 +181,7 @@ class Admission:
         self._shares.add(
             question.client, question.weight, question.prompt_len + question.max_tokens, now_s
         )
-        # One that begins later than the ring reaches is as good as one that begins there.
+        # Clamp the begin: the ring of buckets reaches only half its length into the future.
         begin_s = now_s + min(ttft_s, BUCKET_S * NUM_BUCKETS / 2)
         accepted = _Accepted(self._find_bucket(begin_s), ttft_s, now_s)
         self._live[question.request_id] = accepted
@@ -201,7 +201,8 @@ class Admission:
             return
         error = abs(accepted.predicted_s - real_s) / real_s
         self.ttft_error += (error - self.ttft_error) * (1 - DECODE_MEMORY)
-        # A step towards the quantile: up if it was exceeded, down a little if not.
+        # Move the margin towards the quantile: up if the prediction was exceeded, else down a
+        # little.
         is_over = real_s > accepted.predicted_s * self.margin
         step = SAFE_SHARE if is_over else SAFE_SHARE - 1.0
         self.margin = min(max(self.margin * math.exp(MARGIN_STEP * step), 1.0), MAX_MARGIN)
@@ -223,7 +224,7 @@ class Admission:
 
     def _count(self, bucket: int, change: int, now_s: float) -> None:
         self._advance(self._find_bucket(now_s) + NUM_BUCKETS // 2 + 1)
-        # One from before the ring decodes for longer than is looked back.
+        # Skip a request from before the ring: its decode is older than the forecast looks back.
         if bucket > self._newest - NUM_BUCKETS:
             self._begun[bucket % NUM_BUCKETS] += change
 
@@ -255,8 +256,9 @@ class Admission:
         present = float(fleet.num_decoding[rows].sum())
         if not count or present <= 0:
             return tpot_s
-        # Loads count the requests whose prompts are still being computed, so those of now are all
-        # that are live here, and as many more as other servers have sent. At the lengths of now.
+        # The instances' loads also count requests that other servers sent and prompts that still
+        # wait. So scale our forecast of decodes by the ratio of all requests to our own, and assume
+        # that the context lengths stay as they are now.
         per_own = max(present / max(len(self._live), 1), 1.0)
         ratio = (self.count_decodes(at_s) + 1) * per_own / present
         decodes = fleet.num_decoding[rows] * ratio

@@ -306,7 +306,8 @@ class Conductor:
         for chain in question.chains:
             self._expected.note(bits, chain.keys)
             if depth:
-                # The last message may end in the block before the prompt's last one.
+                # Start one block earlier: the last message may end in the block before the prompt's
+                # last block.
                 self._expected_group.note(bits, chain.keys[-depth - 1 :])
         if not isinstance(route, Pair) or route.prefill is not None:
             self.policy.note_placed(question, known[0])
@@ -405,7 +406,8 @@ class Conductor:
             if len(rows):
                 row = self.policy.choose_prefill(question, self.fleet, rows, hits, parts)
                 return self._answer_alone(question, row, rows, parts)
-        # One that drains will serve again, or another one takes its place.
+        # A draining instance will serve again or be replaced, so it does not end the wait with
+        # NoRoute.
         is_any = bool(np.any(self.fleet.is_serving & ~self.fleet.is_draining))
         return Decision(NoRoute() if is_any else None)
 

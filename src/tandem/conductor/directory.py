@@ -128,11 +128,13 @@ def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> No
     keys = chain.keys
     if not keys:
         return
-    # Ranges of the chain with the rows that hold all before them; deeper blocks have fewer.
+    # Each entry is a range of the chain and the rows that hold its first block. Fewer rows hold
+    # deeper blocks, so a binary search finds each row's depth.
     todo = [(0, len(keys), find(keys[0]))]
     while todo:
         begin, end, rows = todo.pop()
-        # Rows that hold the block at ``begin``; which of them hold more?
+        # All ``rows`` hold the block at ``begin``. Find how many of them hold the block at
+        # ``middle``.
         while rows and end - begin > 1:
             middle = (begin + end) // 2
             deeper = rows & find(keys[middle])

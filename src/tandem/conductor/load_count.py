@@ -101,7 +101,7 @@ class LoadCount:
         if load.version <= self._told.version:
             return
         self._told = load
-        # In the order of their numbers.
+        # Requests are sent in the order of their numbers, so this list is sorted by number.
         arrived = [number for number in self._sent if number <= load.num_received]
         for number in arrived:
             if number not in load.pending:

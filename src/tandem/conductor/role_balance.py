@@ -112,7 +112,8 @@ class RoleBalance:
             assert row is not None, name
             told[name] = work = Work(*fleet.work[:, row].tolist())
             before = self._work.get(name, work)
-            # An instance that has left and joined again counts from nothing.
+            # An instance that left and joined again counts from zero, so a negative difference
+            # becomes zero.
             done[:, row] = np.maximum(np.subtract(work, before), 0.0)
         self._work = told
         return done
@@ -149,7 +150,8 @@ class RoleBalance:
         queue_s = costs[0] * steps + costs[1] * queued + costs[2] * context
         self.prefill += (float(queue_s.mean()) / self.ttft_s - self.prefill) * share
         self._busy += (float(prefill_s[prefills].mean()) / elapsed_s - self._busy) * share
-        # Measured, not predicted from loads: these count requests whose prompts still wait.
+        # Measure the time between tokens from steps: loads also count requests whose prompts still
+        # wait.
         count = float(num_decodes[decodes].sum())
         tpot_s = float(decode_s[decodes].sum()) / count if count else 0.0
         step_s = min(float(fleet.costs[0, decodes].mean()), tpot_s)

@@ -23,7 +23,8 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # Some sandboxes refuse it, and systems whose own limit was lowered below the hard one.
+        # Some sandboxes refuse setrlimit, and so do systems that lowered their limit below the hard
+        # one.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -436,7 +436,7 @@ def sum_stats(stage: InstanceStage, parts: Iterable[Statistics]) -> InstanceStat
             value = getattr(part, spec.field)
             if spec.label:
                 known: dict[str, int] = total.setdefault(spec.field, {})
-                # A copy: the part's thread counts on.
+                # Iterate over a copy: the thread that owns the statistics may add labels meanwhile.
                 for label, amount in dict(value).items():
                     known[label] = known.get(label, 0) + amount
             else:

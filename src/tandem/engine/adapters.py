@@ -95,6 +95,7 @@ class AdapterTable:
 
     def _free(self, digest: str) -> None:
         with self._lock:
-            # It may have been loaded again since.
+            # Uninstall the adapter only if the engine forgets it: it may have been loaded again
+            # meanwhile.
             if self._engine.forget_adapter(digest):
                 self._model.uninstall(digest)

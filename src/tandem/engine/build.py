@@ -128,13 +128,14 @@ def build_engine(
         logger.info("event=plan what=%r value=%r why=%r", what, value, why)
     threads = _native.ThreadPool(plan.config.threads)
     if plan.model.own is None:
-        # Several instances map the file of the first, so it is there before the next one loads.
+        # Several instances map the packed file of the first instance, so that file must be complete
+        # before the next instance loads. Write it in the background only if there is one instance.
         model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
         if not model.context.device.is_host and plan.model.expert_device == "cpu" and model.moe:
             _enable_lanes(model, plan.lanes)
     else:
         model = load_own(plan.model, threads, progress)
-        # A cache object is neither sent nor stored.
+        # The cache object of a model that runs by its own modules is neither sent nor stored.
         tiers = allocate = None
     spec = plan.model.spec
     pool, blocks = _make_pool(model, plan.kv, allocate)

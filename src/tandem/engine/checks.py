@@ -62,7 +62,7 @@ class RequestChecks:
                 field="logit_bias",
             )
         for token_id, bias in params.logit_bias.items():
-            # NaN is in no range.
+            # The comparison is negated so that NaN, which is in no range, is refused.
             if not 0 <= token_id < self._vocab_size or not abs(bias) <= MAX_BIAS:
                 raise ConfigError(
                     "engine.add",

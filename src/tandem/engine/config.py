@@ -170,7 +170,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"block_size is {self.block_size}: choose a power of two",
                 field="engine.block_size",
             )
-        # Otherwise the decodes of a full house could keep a started prefill out of every step.
+        # With a smaller budget the decodes alone could fill every step and starve a started
+        # prefill.
         if self.step_tokens < self.max_running:
             raise ConfigError(
                 "engine.configure",

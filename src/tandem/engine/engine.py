@@ -381,7 +381,7 @@ class Engine:
             self._live[request.request_id] = _Live(request, seed, stop_ids)
             self._timelines.open(request, lookup)
             if not (request.output_ids or request.awaits_continuation):
-                # Of one that goes on here, another instance has counted the prompt.
+                # Count the prompt once: for a continued request, the first instance has counted it.
                 self.counters.prompt_tokens += request.prompt_len
             self._work.notify()
 
@@ -625,7 +625,8 @@ class Engine:
             sequences = [describe_sequence(sequence) for sequence in step.plan.sequences]
             for planned in step.plan.sequences:
                 if planned.request.sampling.pooling is not None:
-                    # The runner keeps a sum, which it drops with the sequence.
+                    # The runner keeps a running sum for a pooled sequence, and drops it with the
+                    # sequence.
                     self._live[planned.request.request_id].is_started = True
             starting = [
                 live
@@ -717,7 +718,7 @@ class Engine:
             raise NotFoundError("engine.add", what, field="model")
 
     def _collect_stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        # A grammar that is complete allows nothing but an end of text.
+        # A complete grammar allows only an end of text, so that token must stop the request.
         own = () if params.ignore_eos and not params.grammar else self._eos_token_ids
         return frozenset((*own, *params.stop_token_ids))
 

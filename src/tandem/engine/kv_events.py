@@ -117,7 +117,7 @@ class KvEventPublisher:
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(STOP_TIMEOUT_S)
 
-    # What the index reports.
+    # Reports from the prefix index, on the engine's thread.
 
     def note_stored(self, node: PrefixNode) -> None:
         """Publish that a block is there."""
@@ -127,7 +127,7 @@ class KvEventPublisher:
         assert node.key is not None, "a partial block has no key"
         parent = node.parent
         parent_hash = None
-        # The parent of the first block is the root, which is no block.
+        # The first block's parent is the root of the index, which is not a block and has no hash.
         if parent is not None and parent.parent is not None and parent.key is not None:
             parent_hash = self._hash(parent.key)
         self._add(
@@ -209,7 +209,7 @@ class KvEventPublisher:
         if is_first and self._loop is not None:
             self._loop.call_soon_threadsafe(self._schedule)
 
-    # The thread.
+    # The publishing thread.
 
     def _check(self, url: str) -> Endpoint:
         endpoint = parse_endpoint(url)

@@ -82,7 +82,7 @@ class KvExtents:
         return min(self._memory.reserved_bytes, self._size_bytes) // self._block_bytes
 
     def _reserve(self, begin: int, end: int) -> None:
-        # Asked first: to reserve what is not there would end some process, not fail.
+        # Check free memory first: reserving more than is free would get a process killed, not fail.
         free_bytes = self._read_free_bytes()
         if free_bytes is not None and free_bytes - (end - begin) < KEEP_FREE_BYTES:
             raise CapacityError(

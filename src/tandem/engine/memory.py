@@ -99,7 +99,7 @@ def plan_states(
         num_slots = int(config.state_cache_gib * GIB) // state_bytes
         reason = "engine.state_cache_gib"
     else:
-        # No more than for KV: a prefix needs both.
+        # Give states at most half the memory, the rest to KV: reuse of a prefix needs both.
         useful = SLOTS_PER_REQUEST * config.max_running
         affordable = int(available_bytes * fraction / 2) // state_bytes
         num_slots = min(useful, affordable)
@@ -168,8 +168,8 @@ def plan_kv_cache(
         num_blocks = _count_affordable(config, int(config.kv_cache_gib * GIB), block_bytes, windows)
         reason = "engine.kv_cache_gib"
     else:
-        # More than every running request at full length could never be used by requests, but
-        # an idle block still serves as prefix cache: twice that is plenty.
+        # Running requests at full length bound the blocks in use. Idle blocks still serve as prefix
+        # cache, for which twice that number is plenty.
         useful = 2 * config.max_running * needed
         budget = int(available_bytes * fraction) - taken_bytes
         affordable = _count_affordable(config, budget, block_bytes, windows)
@@ -213,7 +213,8 @@ def _count_affordable(
     if windows is None:
         return budget // block_bytes
     own_bytes = windows.layout.bytes_per_block
-    # Never more window blocks than others; or some for requests and some for each prefix.
+    # Either as many window blocks as full blocks, or a fixed number for running requests and a
+    # share for each cached prefix; take the division with more full blocks.
     equal = budget // (block_bytes + own_bytes)
     fixed, each = _count_windows(config, windows)
     return max(equal, int((budget - fixed * own_bytes) / (block_bytes + each * own_bytes)))
@@ -223,7 +224,7 @@ def _count_windows(config: EngineConfig, windows: WindowLayout) -> tuple[int, fl
     """Return the window blocks of running requests, and those kept for each block of the others."""
     size = config.block_size
     seen = count_window_blocks(windows.window, size)
-    # A step's tokens on top, twice, as the next step is planned while it runs.
+    # Add the blocks of one step's tokens twice: the next step is planned while one runs.
     fixed = config.max_running * (seen + 1) + 2 * -(-config.step_tokens // size)
     return fixed, seen * size / KEPT_WINDOW_TOKENS
 

@@ -192,7 +192,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         plan, windows = self.kv.windows, self.windows
         if plan is None or windows is None:
             return []
-        # Without blocks of their own, these layers would be in every other block.
+        # Compare to one shared pool, where each block would also hold the window layers' KV.
         saved = (self.kv.num_blocks - plan.num_blocks) * plan.block_bytes
         text = (
             f"{plan.num_blocks} blocks of {self.layout.block_size} tokens in "
@@ -252,7 +252,7 @@ def plan_engine(
     )
     available, fraction = _count_available(topology) // num_siblings, DEFAULT_FRACTION
     if engine_config.memory_bytes:
-        # What the interpreter and a step take comes out of it too.
+        # The interpreter and a step's scratch memory count against ``engine.memory_bytes`` too.
         available = max(0, min(available, engine_config.memory_bytes - RUNTIME_BYTES))
     left = _share_memory(
         available * num_siblings, model.host_bytes, count_mapped_bytes(model), num_siblings
@@ -263,7 +263,7 @@ def plan_engine(
     total = topology.memory_total_bytes
     device = open_device(model.device)
     if not device.is_host:
-        # KV and states lie beside the weights on the device.
+        # On a device, KV and states lie beside the weights in device memory.
         total = device.count_free_bytes()
         left, fraction = total - (model.weight_bytes - model.host_bytes), DEVICE_FRACTION
         _check_device_weights(model, total, left)
@@ -304,7 +304,8 @@ def plan_engine(
     layout = make_kv_layout(spec, engine_config.block_size, engine_config.kv_dtype)
     bytes_per_token = layout.bytes_per_token
     context = engine_config.max_model_len or own
-    # An object of the store has bytes, and so has a block that another instance reads.
+    # Blocks that are stored or read by other instances must have bytes, so some layer must see all
+    # tokens before the window layers are split off.
     is_split = not is_shared or len(spec.window_layers) < layout.num_layers
     layout, windows = _split_windows(spec, layout, context) if is_split else (layout, None)
     states = None

@@ -35,7 +35,7 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         is_in_time = not record.error and all(
             limit is None or 1000 * value <= limit for limit, value in figures
         )
-        # Sorts the times of an answer: asked for last.
+        # Test the time between tokens last: it is costly, since it sorts the times of an answer.
         return is_in_time and (self.tbt is None or 1000 * record.tbt_s <= self.tbt)
 
 
@@ -136,7 +136,7 @@ def _find_peak(records: Sequence[RequestRecord], begin: float) -> float:
 
 def _find_most_at_once(records: Sequence[RequestRecord]) -> int:
     """Return the most requests that were under way together."""
-    # Ends before starts of the same moment.
+    # At equal times, count ends before starts, so that back-to-back requests do not overlap.
     moments = sorted(
         [(record.sent_s, 1) for record in records] + [(record.done_s, -1) for record in records]
     )

@@ -304,7 +304,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
                 count = matrix.shape[0]
                 total += matrix.size_bytes * top_k.get(count, count) // count
             elif matrix.role != "embedding":
-                # A head that is the embedding's tensor has no bytes of its own, and reads them.
+                # A head that shares the embedding's tensor takes no bytes of its own, but each step
+                # reads it.
                 total += matrix.size_bytes or prod(matrix.shape) * DTYPE_BYTES[self.spec.dtype]
         return total
 

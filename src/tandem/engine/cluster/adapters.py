@@ -193,7 +193,8 @@ class ClusterAdapters:
         if self._is_wanted(digest):
             return
         if self._count_live(digest):
-            # A request may yet go on elsewhere, which has to have it then.
+            # Keep the adapter: a live request may move to another instance, which then needs the
+            # adapter.
             self._leaving.add(digest)
         else:
             await self._unload_everywhere(digest)
@@ -254,7 +255,8 @@ class ClusterAdapters:
         try:
             await work
         except TandemError as error:
-            # Requests for it are refused there by name; the next start is told again.
+            # Only log the failure: this instance refuses requests for the adapter by name, and its
+            # next start is told to load the adapter again.
             logger.warning("event=adapter_failed instance=%s error=%s", member.name, error)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

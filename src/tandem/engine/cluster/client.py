@@ -106,7 +106,8 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
             len(roles),
             len(cores),
         )
-    # Proved by both sides of each connection between the instances of this run.
+    # Both ends of each connection between the instances of this run prove that they know this
+    # secret.
     transfer = common.transfer
     if hands_over and transfer is None:
         transfer = TransferConfig(secret=secrets.token_urlsafe(32))
@@ -247,7 +248,7 @@ class ClusterClient:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
-        # Together: each may take the seconds that a stuck process is given.
+        # Close all members concurrently: a stuck process may take each of them seconds.
         closing = [member.__aexit__(None, None, None) for member in self._entered]
         await asyncio.gather(*closing, return_exceptions=True)
         if self._journal is not None:
@@ -482,7 +483,8 @@ class ClusterClient:
         try:
             if self._was_ready:
                 await asyncio.gather(*waking)
-            # The first time: a start that fails is told, and those not begun yet have not come.
+            # On the first start do not await the tasks: ``wait_ready`` reports failed starts, and
+            # members whose start is staggered have not begun yet.
             return await self.wait_ready()
         finally:
             for task in waking:
@@ -508,7 +510,8 @@ class ClusterClient:
         member.set_role(role)
         self._note_change(member)
         for other in self._members:
-            # Both ways: it may read others now, or be read by them.
+            # Update every other instance: the changed one may now read others' blocks or be read by
+            # them.
             self._note_change(other)
 
     async def _keep_balanced(self) -> None:
@@ -606,7 +609,7 @@ class ClusterClient:
     async def _drop_wholly(self, member: ClusterMember) -> None:
         await member.__aexit__(None, None, None)
         self._entered.remove(member)
-        # Its requests have been told that it is gone, and go on elsewhere.
+        # Requests on this instance were told that it is gone and move to other instances.
         await self._wait_idle(member.name, DRAIN_S)
         self._members.remove(member)
         self._dispatcher.remove_port(member.name)
@@ -648,7 +651,7 @@ class ClusterClient:
         asked = [member for member in self._members if member.info is not None]
         if not asked:
             raise PeerLostError("engine.flush_cache", "no instance serves")
-        # One that is down has nothing cached when it comes back.
+        # Ask only instances that serve: one that is down restarts with an empty cache.
         return sum(await asyncio.gather(*(member.call(FLUSH_CACHE, Empty()) for member in asked)))
 
     # ---------------------------------------------------------------- changes

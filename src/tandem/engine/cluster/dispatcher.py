@@ -217,7 +217,8 @@ class Dispatcher:
         if request_id in self._live:
             raise ConflictError("engine.submit", f"request {request_id!r} is live")
         if request.sampling.seed is None:
-            # Drawn here, so that another instance can go on after a failure.
+            # Draw the seed here, so that another instance can continue the random stream after a
+            # failure.
             sampling = msgspec.structs.replace(request.sampling, seed=secrets.randbits(63))
             request = msgspec.structs.replace(request, sampling=sampling)
         loop = asyncio.get_running_loop()
@@ -331,7 +332,7 @@ class Dispatcher:
     def _tick(self, live: _Live) -> None:
         live.timer, live.timer_s = None, math.inf
         now_s = asyncio.get_running_loop().time()
-        # A loop may call a timer within its clock's resolution before the moment.
+        # Clamp to the deadline: a loop may call a timer early by up to its clock's resolution.
         self._run(live, live.states.tick(max(now_s, live.states.deadline_s)))
 
     def _forget(self, live: _Live) -> None:
@@ -363,7 +364,8 @@ class Dispatcher:
                 live.legs.append(LegRecord(leg.instance.name, leg.leg_id, sent_s))
                 port = self._find(leg)
                 if port is not None:
-                    # Counted before it is sent: the next request may be placed in this turn.
+                    # Count the request before it is sent: the next request may be placed in this
+                    # turn of the loop.
                     request = port.load.note_sent(
                         add_expected(request, leg.instance.name, live.decision)
                     )
@@ -406,7 +408,7 @@ class Dispatcher:
         if place.identity is not None:
             is_served = self._placing.serves(place.identity)
             if not (is_served or is_down or place.is_held):
-                # No instance that is starting might serve that model.
+                # Refuse at once: all instances are up, so none can still start with that model.
                 return live.states.take(NoRoute(is_foreign=True), now_s)
         is_accepted = live.accepted.done()
         if not is_accepted and self._is_long_outage(now_s):
@@ -428,7 +430,8 @@ class Dispatcher:
         elif live.choice is None and live.decision.chosen is not None:
             live.choice = Choice(live.decision, now_s)
         if isinstance(route, NoRoute) and is_accepted and is_down and not place.is_held:
-            # The running ones refused it; one that is starting may not.
+            # Wait instead of failing: all running instances refused, but one that is starting may
+            # accept.
             route = None
         if route is None:
             self._unplaced[live.request.request_id] = (live, place)
@@ -508,7 +511,8 @@ class Dispatcher:
             _uncount(live, leg.leg_id)
             self._feed(live, LegFailed(leg.leg_id, failure))
         else:
-            # One that only waits for a prefill elsewhere says nothing about that prefill.
+            # Accepting a request that only waits for a prefill elsewhere does not mean that the
+            # prefill was accepted.
             if not request.awaits_continuation:
                 self._accept(live)
         finally:

@@ -349,7 +349,7 @@ class RequestStates:
         if self._identity is not None and any(
             ref.identity != self._identity for ref in _list_instances(route)
         ):
-            # Against any policy: the tokens of two models never mix in one answer.
+            # Refuse even if the policy chose so: tokens of two models must never mix in one answer.
             self._take(NoRoute(is_foreign=True))
             return
         self._happened.route = route
@@ -362,7 +362,8 @@ class RequestStates:
         elif self._tokens:
             self._fire(Event.REJOIN)
         else:
-            # A decode instance of another model could not go on with the first token.
+            # Pair early only for one model: a decode instance of another cannot continue its first
+            # token.
             is_early = route.decode is not None and _has_one_model(route)
             self._fire(Event.PAIR if is_early else Event.LATE_PAIR)
 
@@ -399,7 +400,8 @@ class RequestStates:
             self._fire(Event.PREFILL_LOST if is_retryable else Event.PREFILL_ENDED)
         elif self._is_decode(leg_id):
             self._happened.reason = f"decode_{error.code}"
-            # One that cannot read the blocks says nothing about those that can.
+            # After a decode instance refused to read the blocks, another decode instance may still
+            # read them.
             has_pair = is_refusal and self.state is not State.SERVING
             is_lost = is_retryable or has_pair or self.state is State.CONTINUING
             self._fire(Event.DECODE_LOST if is_lost else Event.OUTPUT_ENDED)
@@ -422,10 +424,12 @@ class RequestStates:
             self._decode = None
         elif ended is not None and event is not Event.PREFILLED:
             self._prefill = None
-        # Before the steps: what they ask for is answered in the next state.
+        # Change the state before the steps run: the answers to their actions belong to the next
+        # state.
         self.state, self._entered_s = way.to, self._now_s
         if Effect.COUNT in way.effects and event is not Event.NO_ROUTE:
-            # That no decode instance takes the held blocks follows from a failure that counted.
+            # Do not count NO_ROUTE: the failure that led to this lack of a decode instance was
+            # counted.
             self.num_fallbacks += 1
         for step in way.effects:
             self._steps[step]()
@@ -485,7 +489,7 @@ class RequestStates:
         assert isinstance(route, Pair), route
         assert route.prefill is not None, route
         assert route.decode is not None, route
-        # The id is needed here, before the request is sent.
+        # Make the prefill's leg now: the reader's request names its id before the prefill is sent.
         self._prefill = self._make_leg("p", route.prefill)
         self._decode = self._make_leg("d", route.decode)
         wait_s = min(max(self._end_s - self._now_s, 1.0), MAX_LEASE_S)
@@ -570,7 +574,8 @@ class RequestStates:
             if self._facts is None:
                 self._facts = _PromptFacts(output.prompt_len, output.cached_len)
             else:
-                # Of a later instance, which finds what the first has computed.
+                # A later instance's counts would include what the first instance computed, so
+                # deliver the first instance's.
                 changes |= {
                     "prompt_len": self._facts.prompt_len,
                     "cached_len": self._facts.cached_len,

@@ -247,7 +247,8 @@ TABLE: Mapping[State, Row] = MappingProxyType({
             Event.PREFILLED: Exit(State.CONTINUING, (Effect.DELIVER, Effect.SEND_CONTINUATION)),
             Event.PREFILL_ENDED: Exit(State.ENDED, (Effect.DROP_DECODE, Effect.DELIVER)),
             Event.PREFILL_LOST: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
-            # Its wait has ended before the prefill: it computes the same tokens by itself.
+            # The decode instance's wait ended before the prefill did, so it computes the same
+            # tokens itself.
             Event.OUTPUT: Exit(State.SERVING, (Effect.COUNT, Effect.DROP_PREFILL, Effect.DELIVER)),
             Event.OUTPUT_ENDED: Exit(State.ENDED, (Effect.DROP_PREFILL, Effect.DELIVER)),
             Event.DECODE_LOST: Exit(State.PREFILLING_ALONE, (Effect.COUNT,)),
@@ -289,7 +290,8 @@ TABLE: Mapping[State, Row] = MappingProxyType({
                 State.HELD,
                 (Effect.DISCARD_KEPT, Effect.DROP_DECODE, Effect.COUNT, Effect.PLACE_DECODE),
             ),
-            # Whether it starts with the first token or the second, the answer will tell.
+            # Keep the output: the reply says if the decode instance starts with the first or second
+            # token.
             Event.OUTPUT: Exit(State.CONTINUING, (Effect.KEEP,)),
             Event.DECODE_LOST: Exit(
                 State.HELD, (Effect.DISCARD_KEPT, Effect.COUNT, Effect.PLACE_DECODE)
@@ -330,7 +332,8 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         {Held.PREFILL, Held.DECODE},
         {
             Event.PREFILLED: Exit(State.LOADING),
-            # The reader of the blocks would wait for this prefill until its lease ends.
+            # Drop the decode instance, which would wait for this prefill's blocks until the lease
+            # ends.
             Event.PREFILL_ENDED: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
             Event.PREFILL_LOST: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
             Event.OUTPUT: Exit(State.DECODING, (Effect.DROP_PREFILL, Effect.DELIVER)),

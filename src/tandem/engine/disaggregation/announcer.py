@@ -121,7 +121,7 @@ class PrefillAnnouncer:
         if question.wants_windows:
             return msgspec.msgpack.encode(self._tell_windows(question))
         if question.verify:
-            # Without the lock, since it reads blocks and progress must not wait for that.
+            # Verify without the lock: reading blocks takes long, and progress must not wait for it.
             return msgspec.msgpack.encode(self._verify(question))
         key = (call.peer, question.request_id)
         until_s = self._clock.now_s() + question.wait_s
@@ -129,7 +129,7 @@ class PrefillAnnouncer:
             older = self._waiting.pop(key, None)
             if older is None and len(self._waiting) >= MAX_WAITING:
                 older = self._waiting.pop(next(iter(self._waiting)))
-            # Kept before it is looked at: progress that comes in between finds it.
+            # Register the question before it is answered, so that progress in between finds it.
             self._waiting[key] = _Waiting(call, question, until_s)
             try:
                 answer = self._answer(question)
@@ -149,7 +149,7 @@ class PrefillAnnouncer:
         """
         view = self._engine.find_prefill(question.request_id)
         if view is None:
-            # No reader has asked for it: the request may still be on its way to this instance.
+            # No such prefill is known, but the request may still be on its way to this instance.
             is_to_come = question.run is None and not self._engine.has_ended_prefill(
                 question.request_id
             )
@@ -196,7 +196,8 @@ class PrefillAnnouncer:
         after = self._find_run(question)
         if after is None:
             return KvAnswer(run=None)
-        # Equal blocks are merged when they are indexed; then the sum may be of another content.
+        # Indexing merges equal blocks; the block may then have been reused, so the checksum is
+        # void.
         is_moved = [after.block_ids[position] for position in question.verify] != block_ids
         verified = () if is_moved else tuple(zip(block_ids, checksums, strict=True))
         return KvAnswer(run=question.run, is_held=after.is_held, verified=verified)

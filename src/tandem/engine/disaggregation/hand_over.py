@@ -136,7 +136,7 @@ class HandOver:
         while not self._answer.is_held:
             self._note(await self._ask_until_answered())
         before = await self._ask_windows()
-        # Of each load: our block, theirs and its sum.
+        # For each load: our block id, the prefill instance's block id and the checksum.
         read: list[tuple[int, int, int]] = []
         for load in loads:
             place, ours = load.position - before.window_first, find_window_block(load.block_id)

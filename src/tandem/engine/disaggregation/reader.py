@@ -117,7 +117,7 @@ class PeerReader:
                 continue
             reading = _Reading(request, {load.block_id: load for load in its_loads})
             task = self._loop.create_task(self._load(reading))
-            # Also where the task is cancelled before its first line has run.
+            # A done callback also runs if the task is cancelled before its first line.
             task.add_done_callback(functools.partial(self._end, reading))
             for load in its_loads:
                 self._tasks[load.block_id] = (request, task)

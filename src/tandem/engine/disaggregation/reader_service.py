@@ -47,7 +47,7 @@ class ReaderService:
 
     def stop(self) -> None:
         """End all hand-overs, leave all peers, end the thread."""
-        # A hand-over that does not end is cancelled with the loop.
+        # Ignore the timeout: a hand-over that does not end is cancelled together with the loop.
         with contextlib.suppress(TimeoutError, RuntimeError):
             self._thread.run(self._reader.aclose(), STOP_TIMEOUT_S)
         self._thread.close(STOP_TIMEOUT_S)

@@ -81,7 +81,7 @@ class StateReuse:
         self._block_size = block_size
         self._counters = counters
         self._table = SnapshotTable(block_size)
-        # A stack: the slot freed last is taken first, slots that were never taken last.
+        # A stack: the slot freed last is reused first, and slots never used come last.
         self._free = list(range(policy.num_slots - 1, -1, -1))
         self._generations = [0] * policy.num_slots
         self._filled: list[KeyedBlock] = []
@@ -191,7 +191,8 @@ class StateReuse:
             snapshot.num_pins += 1
             state.slot = self._take(None)
             if state.slot == NO_SLOT:
-                # There is no other slot: the request goes on in that of the snapshot.
+                # No slot is free, so the request takes over the snapshot's own slot instead of a
+                # copy.
                 snapshot.num_pins -= 1
                 self._remove(snapshot)
                 state.slot, state.last = snapshot.slot, snapshot.shorter
@@ -204,10 +205,10 @@ class StateReuse:
             return
         marks = [request.message_end, match.num_kv_tokens]
         if not request.message_end:
-            # The same prompt again takes up all of it but its last token. The step that follows the
-            # copy has this token alone, so it reads few experts.
+            # A repeated prompt reuses all tokens but the last. The step after the copy then
+            # computes one token and reads few experts.
             marks[0] = request.prompt_len - 1
-        # Most prompts part at the same few places: after the instructions that all have.
+        # Most prompts diverge at the same few positions, such as after shared instructions.
         parting = Counter(_count_shared(request, other, self._block_size) for other in waiting)
         marks += [position for position, _ in parting.most_common(MAX_PARTINGS)]
         policy, end = self._policy, request.num_tokens
@@ -326,7 +327,7 @@ class StateReuse:
         is_of_prompt = position % self._policy.grid == 0 and position <= request.prompt_len
         is_sound = is_sound and (self._policy.grid == 1 or is_of_prompt)
         if is_sound and position > 0 and self._is_enabled:
-            # It costs nothing now, so that little gain will do.
+            # Keeping this state costs no copy, so a small gain (``min_gain=1``) suffices.
             self._keep(request, position, slot, min_gain=1)
         else:
             self._free.append(slot)
@@ -428,7 +429,7 @@ def _count_shared(a: Request, b: Request, size: int) -> int:
         return 0
     keys, others = a.prefix.block_keys, b.prefix.block_keys
     num_keys = min(len(keys), len(others))
-    # A key vouches for all before it.
+    # A key covers all tokens before it, so a binary search finds the first key that differs.
     start = bisect_left(range(num_keys), True, key=lambda i: keys[i] != others[i]) * size
     pairs = zip(a.get_tokens(start, start + size), b.get_tokens(start, start + size), strict=False)
     return start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

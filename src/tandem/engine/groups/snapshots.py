@@ -34,7 +34,7 @@ def choose_snapshots(
         min_gain: tokens that a state must save at least beyond the one before.
     """
     chosen: list[int] = []
-    # Marks choose first: what is near one of them saves little beside it.
+    # Place marks first: a snapshot near a mark saves little beyond the mark's own.
     regular = range(start - start % every + every, end + 1, every) if every else ()
     for position in [*sorted(set(marks)), end, *regular]:
         is_new = start + min_gain <= position <= end

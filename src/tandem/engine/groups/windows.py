@@ -75,7 +75,7 @@ class WindowReuse:
         self._block_size = block_size
         self._reach = policy.window - 1
         self._reserve = count_window_blocks(policy.window, block_size) + is_ahead
-        # One more is pinned while it is copied from.
+        # One block more than the reserve is needed: the source of a copy stays pinned meanwhile.
         if policy.num_blocks < self._reserve + 1:
             raise ConfigError(
                 "engine.create_windows",

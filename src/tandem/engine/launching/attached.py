@@ -154,7 +154,8 @@ class AttachedCluster(ClusterClient):
             self._common,
             name=entry.name,
             role=entry.role,
-            # Only the launcher's have addresses; here it says that there are some.
+            # Only the launcher's configuration has addresses; a default here marks the instance as
+            # a reader.
             transfer=TransferConfig() if entry.reads_others else None,
         )
 
@@ -164,7 +165,8 @@ class AttachedCluster(ClusterClient):
             on_change=self._note_change,
             on_stage=self._show_stage,
             launcher=AttachedLauncher(self._rosters, spec.name, self._connect),
-            # Its launcher starts it again and again, whenever this server met it first.
+            # Do not bound first starts: the launcher restarts the instance whatever this server has
+            # seen.
             max_first_starts=None,
         )
 
@@ -203,7 +205,7 @@ class AttachedCluster(ClusterClient):
 
     async def _keep_synced(self) -> None:
         assert self._starting is not None, "entered before"
-        # Members are entered one by one while it starts.
+        # Wait for the start to end: it enters members one by one.
         await asyncio.wait((self._starting,))
         while True:
             await self._stale.wait()

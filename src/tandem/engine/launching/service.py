@@ -77,7 +77,7 @@ class OwnedCluster(ClusterClient):
         self._endpoint = endpoint
         self._on_roster = on_change
         self._launchers: dict[str, OwnedLauncher] = {}
-        # Servers see the load, and decide on roles.
+        # A launcher never changes roles: the servers see the load and decide on roles.
         config = msgspec.structs.replace(config, roles="fixed")
         super().__init__(specs, config, is_staggered=is_staggered, prefix=prefix)
 
@@ -291,7 +291,7 @@ class LauncherService:
         )
 
     def _make_roster(self) -> Roster:
-        # The number of a start is not enough: a launcher that is restarted counts anew.
+        # Add the launcher's identity to the run: a restarted launcher counts starts from one again.
         entries = [
             msgspec.structs.replace(each, run=f"{self._identity.instance_id}-{each.run}")
             if each.run

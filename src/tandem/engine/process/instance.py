@@ -167,13 +167,15 @@ class Instance:
         return self._api
 
     async def _handle(self, method: InstanceMethod[Any, Any], peer: Peer, request: Any) -> Any:
-        # A coroutine for every method: of two that came in one turn, the first begins first.
+        # Every method is a coroutine, so that calls arriving in one turn of the loop begin in
+        # order.
         if self._api is None and method is STATS:
             return InstanceStats(stage=self._stage.stage)
         return await self._require_api().handle(method, peer, request)
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
-        # The ``_add`` that it is about may have come in the same turn and begin in the next one.
+        # Defer to the next turn of the loop: the ``_add`` that the event refers to may have arrived
+        # in this turn and begins only in the next one.
         if self._api is not None:
             asyncio.get_running_loop().call_soon(self._api.take_event, peer, event)
 
@@ -197,7 +199,7 @@ class Instance:
             with contextlib.suppress(TandemError):
                 peer.push(self._stage)
 
-    # Both sides.
+    # Called by both the event loop and the main thread.
 
     def set_stage(self, stage: StageChanged) -> None:
         """Enter a stage, or report progress within one; any thread."""
@@ -231,7 +233,7 @@ class Instance:
             # The server reports the failure; an ERROR line here would print it twice.
             logger.info("event=instance_failed error=%s", error)
             self.set_stage(StageChanged(InstanceStage.FAILED, error.what))
-            # The stage says why; a restart would fail alike, so the server decides.
+            # Stay alive in the stage FAILED: a restart would fail alike, so the server decides.
             self._stopping.wait()
             return 1
         finally:
@@ -408,7 +410,7 @@ class _ServerWatch:
         self.instance: Instance | None = None
         """None while libraries are imported and settings awaited: there is nothing to stop."""
         self._input = select.poll()
-        # Not the input itself, which the main thread reads.
+        # Watch only for hang-up: the main thread reads the input itself.
         self._input.register(sys.stdin.fileno(), select.POLLHUP | select.POLLRDHUP)
         threading.Thread(target=self._run, name="server-watch", daemon=True).start()
 
@@ -439,7 +441,7 @@ def main() -> int:
     spec = read_spec(line)
     configure_logging(spec.name, spec.log_level, spec.log_format)
     if spec.cores:
-        # Later threads inherit the set; those of libraries have begun.
+        # Set the affinity of each existing thread: libraries started some; later ones inherit it.
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), spec.cores)
     instance = watch.instance = Instance(spec)

@@ -212,7 +212,7 @@ class InstanceApi:
         Raises: as ``Engine.add``.
         """
         engine = self.engine
-        # The owner is known before the engine can produce anything for it.
+        # Register the owner before the engine can produce output for the request.
         owner = self._owners.setdefault(request.request_id, peer)
         arrivals = self._note_arrival(peer, request.number)
         try:
@@ -283,7 +283,7 @@ class InstanceApi:
         elif self._owners.get(event.request_id) is peer and not self.engine.cancel(
             event.request_id
         ):
-            # Not added yet, or just ended.
+            # The engine does not know the request: it is not added yet, or has just ended.
             self._owners.pop(event.request_id, None)
 
     async def _open_peer(self, _: ServerPeer, facts: KvPeer) -> Empty:
@@ -357,7 +357,7 @@ class InstanceApi:
 
     def forget_peer(self, peer: ServerPeer, error: TandemError) -> None:
         """Cancel the requests of a lost server."""
-        # The engine's thread removes owners meanwhile: iterate over a copy.
+        # Iterate over a copy: the engine's thread removes owners meanwhile.
         lost = [request_id for request_id, owner in list(self._owners.items()) if owner is peer]
         logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
         with self._counting:
@@ -392,7 +392,8 @@ class InstanceApi:
             event = StepOutputs(
                 by_peer.get(peer, []), load, steps if load is not None else [], blocks
             )
-            # A lost peer's requests are being cancelled on the other thread.
+            # Suppress the error of a lost peer: its requests are being cancelled on the other
+            # thread.
             with contextlib.suppress(TandemError):
                 peer.push_threadsafe(event)
 

@@ -55,7 +55,8 @@ class _Keys:
         if self._is_remembered:
             (self._held.add if is_held else self._held.discard)(key)
         for changes in self._changes.values():
-            # The latest change is told first: it is the likeliest to be asked for.
+            # Move the latest change to the end: it is reported first, being the likeliest to be
+            # looked up.
             changes.pop(key, None)
             changes[key] = is_held
 
@@ -130,7 +131,7 @@ class BlockInventory:
             for key in keys:
                 self._in_store.note(cut_key(key), is_held=is_there)
 
-    # Reports of the index.
+    # Reports from the prefix index.
 
     def note_stored(self, node: PrefixNode) -> None:
         """Record a block that can be found from now on."""

@@ -106,7 +106,8 @@ class ProcessLauncher:
 
     async def prepare(self) -> None:
         """See ``Launcher.prepare``."""
-        # Without a folder to write in, libraries fail in ways of their own while they are imported.
+        # Make a writable folder first: without one, libraries fail obscurely while they are
+        # imported.
         self._make_folder()
         if self._prepared is None:
             self._prepared = await start_child(MODULE)
@@ -123,7 +124,8 @@ class ProcessLauncher:
         process, self._prepared = self._prepared, None
         if process is not None:
             exited = asyncio.create_task(process.wait())
-            # It has nothing to finish, and does not look at its input before it has imported all.
+            # Kill the prepared process: it has no work to finish and reads no input while it
+            # imports.
             await end_child(process, exited, is_lost=True)
 
     async def close(self) -> None:

@@ -137,7 +137,8 @@ class InstanceSession:
         try:
             await self.call(ADD, request)
         except BaseException as error:
-            # Given up or cancelled, it may have been accepted all the same.
+            # Cancel the request at the instance: a call that timed out may have been accepted
+            # there.
             if not isinstance(error, TandemError) or isinstance(error, DeadlineError):
                 self.cancel(request_id)
             self._sinks.pop(request_id, None)

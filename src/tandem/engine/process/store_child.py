@@ -94,7 +94,8 @@ class StoreChild:
         self.store = msgspec.structs.replace(
             self._given,
             master=f"ipc://{self._folder / 'store.sock'}",
-            # The same for every process that we start, so that the next finds the segment.
+            # Use one name for every store process of this server, so that a restart finds the
+            # segment.
             name=f"serve-{os.getpid()}",
             segment_bytes=self._given.memory_bytes,
             memory="",
@@ -131,12 +132,11 @@ class StoreChild:
         while True:
             reason = self._loss = await self._run_process(started)
             if self._serves:
-                # The next one may do as well as this one did: it does not wait for what earlier
-                # failures added up to.
+                # Reset the pause: this process served, so earlier failures no longer count.
                 pause_s = RESTART_PAUSE_S
             self._serves = False
             if not started.done():
-                # A restart would fail alike.
+                # Do not restart a store that failed its first start: a restart would fail alike.
                 started.set_exception(PeerLostError("engine.start_store", reason))
                 return
             logger.error("event=store_lost reason=%r restart_in_s=%.1f", reason, pause_s)

@@ -149,7 +149,8 @@ class InstanceSupervisor:
         Its libraries are imported, and packed weights stay mapped.
         """
         if self._kept is None and self._info is not None:
-            # Before the process ends that maps them: their pages never are nobody's.
+            # Map the packed weights before the process that maps them ends, so that the pages stay
+            # cached.
             folders = self._info.packed_folders
             self._kept = await asyncio.to_thread(KeptWeights, folders)
         self._awake.clear()
@@ -205,7 +206,8 @@ class InstanceSupervisor:
             try:
                 reason = await self._run_process()
             except (TandemError, OSError) as error:
-                # It could not even be started: no folder for its socket, no memory for a process.
+                # The process could not be started, for example for lack of memory or of a socket's
+                # folder.
                 reason = error.what if isinstance(error, TandemError) else str(error)
             if self._was_ready:
                 pause_s, num_failed_starts = RESTART_PAUSE_S, 0
@@ -218,7 +220,8 @@ class InstanceSupervisor:
             limit = self._max_first_starts
             is_hopeless = limit is not None and num_failed_starts >= limit
             if is_first and (self._stage.stage is InstanceStage.FAILED or is_hopeless):
-                # It said why it cannot serve, or keeps dying: report it to our starter.
+                # The instance said why it cannot serve, or keeps dying: report the failure to the
+                # caller.
                 self._set_stage(StageChanged(InstanceStage.FAILED, reason))
                 self._settled.set()
                 return
@@ -266,7 +269,8 @@ class InstanceSupervisor:
             self._session, self._info = None, None
             is_lost = self._was_ready
             if self._was_ready:
-                # Before the process is ended, which takes seconds if it hangs.
+                # Show the stage before the process is ended: that takes seconds if the process
+                # hangs.
                 self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
             return reason
         finally:
@@ -274,7 +278,7 @@ class InstanceSupervisor:
                 task.cancel()
             await asyncio.gather(session, watch, restarting, return_exceptions=True)
             self._session, self._info = None, None
-            # One that still loads has nothing to finish.
+            # Kill a process that still loads its model: it has no requests to finish.
             await child.end(is_lost=is_lost or not self._was_ready)
             exited.cancel()
             self._child = None
@@ -294,7 +298,8 @@ class InstanceSupervisor:
         self._was_ready = True
         self._set_stage(StageChanged(InstanceStage.READY))
         if self._settled.is_set():
-            # At the level of the loss, so that a reader of that line also reads its end.
+            # Log the recovery at the level of the loss, so that a reader of that line sees its end
+            # too.
             logger.warning(
                 "event=instance_back restarts=%d pid=%d load_s=%.1f",
                 self.num_restarts,

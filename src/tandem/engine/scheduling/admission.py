@@ -48,7 +48,7 @@ class Admission:
                 continue
             if awaits_prefill(state, request, now_s) or self._is_barred(request, now_s):
                 continue
-            # No request overtakes one that lacks blocks, or large ones would starve.
+            # Let no request overtake one that lacks blocks, or large requests would starve.
             if not self._admit(plan, request, budget, reserved, now_s):
                 return
             reserved += state.count_outstanding(request)
@@ -90,7 +90,8 @@ class Admission:
             is_new = request.state is not RequestState.PREEMPTED
             shares[request.client] += 1
             share = shares[request.client] / request.weight
-            # Of clients that have equally many, the one whose request came first.
+            # Among clients with equally many running requests, the one whose request came first
+            # goes first.
             order = request.sequence_id
             keyed.append((request.priority, is_new, share if is_new else 0.0, order, request))
         keyed.sort(key=lambda entry: entry[:4])
@@ -120,7 +121,8 @@ class Admission:
         if self._fits(request, match, budget, reserved):
             self._start(plan, request, match, budget, now_s)
             return True
-        # A copy pins its source beside the destination; computing those tokens does not.
+        # Retry without a copy inside a block: a copy pins its source and its destination, while
+        # computing those tokens pins only one block.
         match = self._state.prefix.find(request, at_blocks=True)
         if self._fits(request, match, budget, reserved):
             self._start(plan, request, match, budget, now_s)
@@ -133,7 +135,8 @@ class Admission:
             return False
         if state.windows is not None and not state.windows.can_start(request, match, state.running):
             return False
-        # No preemption frees committed blocks: running requests must reach full length without it.
+        # Preemption cannot free committed blocks (holds, loads): running requests must be able to
+        # reach full length without them.
         committed = state.count_committed() - state.loads.count_releasable(request)
         if request.prefill_lease_s is not None:
             committed += state.count_largest()
@@ -142,7 +145,8 @@ class Admission:
         if state.running:
             needed = state.count_lookahead(request) + reserved
         else:
-            # Alone it can have every block, so its first chunk decides: no endless wait.
+            # A request that runs alone can have every block, so only its first chunk must fit; it
+            # never waits without end.
             needed = state.count_blocks(min(match.num_tokens + budget, request.num_tokens))
         needed -= len(match.nodes)
         return needed <= state.count_available(needed) - state.index.count_evictable(match)
@@ -164,7 +168,7 @@ class Admission:
         if state.windows is not None:
             state.windows.start(plan, request, match)
         num_tokens = state.limit_chunk(request, num_tokens)
-        # Loads still in progress come too late.
+        # Give up loads still in progress: the request starts now and computes those tokens itself.
         state.loads.give_up(request)
         fresh = state.allocate(state.count_blocks(start + num_tokens) - len(shared))
         if match.source is not None:
@@ -182,8 +186,8 @@ class Admission:
         loaded = request.load.loaded_blocks
         num_loaded = max(min(loaded.stop, len(match.nodes)) - loaded.start, 0)
         report.num_loaded_tokens = num_loaded * state.config.block_size
-        # Of one that goes on here, another instance has counted the prompt: what that one
-        # computed for it is no work that its client was spared.
+        # Count a prefix lookup only on the instance that first has the request: what that instance
+        # computed is no work saved for the client when another one continues.
         if request.prefill_kv is None and not request.output_ids:
             counters.num_prefix_queries += 1
             counters.prefix_query_tokens += request.prompt_len

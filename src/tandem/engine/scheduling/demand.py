@@ -43,5 +43,5 @@ def _count_queued(request: Request) -> int:
         return request.num_remaining_tokens if request.queue.is_prefilling else 0
     if request.state is RequestState.LOADING or request.prefill_kv is not None:
         return 0  # They are read from where they were computed.
-    # What is cached is known when it is admitted; until then its sender's word counts.
+    # Use the server's estimate of cached tokens: the real count is known only at admission.
     return max(request.num_remaining_tokens - request.expected_len, 0)

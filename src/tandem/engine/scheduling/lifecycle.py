@@ -79,7 +79,7 @@ class Lifecycle:
             else:
                 request.prefill_lease_s = None  # It ends with its first token in any case.
         if request.prefill_kv is not None:
-            # Not later than the prefill's blocks are there.
+            # Stop waiting for the prefill's blocks when the lease on them ends.
             request.load.wait_until_s = request.arrival_s + request.prefill_kv.handle.lease_s
         state.requests[request.request_id] = request
         state.shares.add(request.client, request.weight)
@@ -151,7 +151,7 @@ class Lifecycle:
         if missing:
             raise ConflictError("engine.complete", f"no token sampled for requests {missing}")
         state.in_flight.popleft()
-        # Sources before tables: the LRU order wants leaves first.
+        # Release copy sources before block tables: the LRU order must list leaves before parents.
         for copy in plan.copies:
             state.prefix.release_copied(copy.src_block_id)
         if state.windows is not None:
@@ -170,7 +170,8 @@ class Lifecycle:
                 ended.append(request)
         if state.states is not None:
             for save in plan.state_saves:
-                # A snapshot is of use where the KV before it can be found.
+                # Index the tail of the request as well: a snapshot is useful only with the KV
+                # before it.
                 state.prefix.index_tail(save.request)
             failed = {name for name, reason in finished.items() if reason is FinishReason.ERROR}
             state.states.end_saves(plan, failed)
@@ -190,7 +191,8 @@ class Lifecycle:
             elif sequence.block_table is table and sequence.window is window:
                 kept.append(sequence)
             else:
-                # A block with the same content may have taken a block's place.
+                # The index may have replaced a block of the plan by an equal one: use the new
+                # tables.
                 kept.append(sequence._replace(block_table=table, window=window))
         plan.sequences = kept
         if state.states is not None:
@@ -228,7 +230,7 @@ class Lifecycle:
             return FinishReason.CANCELLED
         num_known = request.num_tokens
         if token_ids:
-            # All but the last of several were computed by this step, as verified drafts.
+            # If several tokens come, this step also computed all but the last, as verified drafts.
             taken = token_ids[: limit - num_known]
             request.output_ids += taken
             num_known += len(taken)
@@ -241,7 +243,7 @@ class Lifecycle:
                 request.report.first_token_s = now_s
         if reason is not None:
             return reason
-        # A prompt that is only scored reaches its length without a token.
+        # A prompt that is only scored reaches its full length without sampling a token.
         if num_known >= limit and (sequence.wants_sample or request.num_remaining_tokens == 0):
             is_prefill = request.prefill_lease_s is not None
             return FinishReason.PREFILLED if is_prefill else FinishReason.LENGTH
@@ -273,7 +275,7 @@ class Lifecycle:
 
     def _add_deadline(self, request: Request, deadline_s: float) -> None:
         heapq.heappush(self._deadlines, (deadline_s, request.sequence_id, request))
-        # Most requests end long before their deadline; their entries must not pile up.
+        # Drop entries of ended requests: most requests end long before their deadline.
         if len(self._deadlines) > 2 * len(self._state.requests) + MAX_CANDIDATES:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
             heapq.heapify(self._deadlines)
@@ -282,7 +284,7 @@ class Lifecycle:
         state, prompt_len = self._state, request.prompt_len
         if prompt_len == 0:
             raise ConfigError("engine.add", "the prompt has no tokens: send one", field="prompt")
-        # Room for one token of output, unless the prompt is only scored.
+        # Reserve room for one output token, unless the prompt is only scored.
         needed = request.num_tokens + min(request.sampling.max_tokens, 1)
         if needed > state.max_len:
             limit = (

@@ -49,7 +49,8 @@ class LoadPlanning:
         largest = state.count_largest()
         for request in self._admission.order_waiting(now_s):
             match = state.prefix.find_blocks(request)
-            # What is matched gets pinned, so that what is loaded can be inserted behind it.
+            # Matched blocks will be pinned by the load, so evictable matched blocks do not count as
+            # room.
             room = min(
                 state.count_available() - state.index.count_evictable(match) - reserved,
                 state.pool.num_blocks - state.count_committed() - len(match.nodes) - largest,
@@ -72,13 +73,14 @@ class LoadPlanning:
             if len(keys) > room:
                 return []  # Another instance has computed it: wait for room.
             if state.states is not None:
-                # The request starts with this state: it is worth more than any snapshot.
+                # A request that loads its state starts with it, so the slot may evict any snapshot.
                 slot = state.states.take_for_load(None)
                 if slot == NO_SLOT:
                     return []
                 loaded_state = (b"", slot)
             if state.windows is not None:
-                # As the prefill has it at its end; the tail of the prompt has no key.
+                # List the window blocks as the prefill has them at its end; the prompt's tail has
+                # no key.
                 lacking = state.windows.list_lacking(match.nodes, request.prompt_len)
                 blocks = state.windows.take_for_load(len(lacking), state.running)
                 if blocks is None:
@@ -107,7 +109,8 @@ class LoadPlanning:
         was_short = state.pool.is_short
         state.pool.reserve(len(keys))
         if state.pool.is_short and not was_short:
-            # The room was counted before the memory ran out; the next plan counts anew.
+            # Give everything back: memory ran short after the room was counted, and the next plan
+            # counts anew.
             if loaded_state is not None and state.states is not None:
                 state.states.free(loaded_state[1])
             for window in windows:

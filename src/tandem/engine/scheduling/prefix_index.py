@@ -445,7 +445,7 @@ class PrefixIndex:
         assert num_full == len(self._by_key), f"{num_full} full nodes, {len(self._by_key)} keys"
 
     def _remember(self, key: bytes, reason: MissReason) -> None:
-        # Taken out first, so that the latest stand last.
+        # Remove and re-insert the key, so that the dictionary's order is from oldest to latest.
         self._forgotten.pop(key, None)
         if len(self._forgotten) >= MAX_FORGOTTEN:
             del self._forgotten[next(iter(self._forgotten))]
@@ -461,8 +461,8 @@ class PrefixIndex:
         siblings = parent.sorted_tokens
         position = bisect_left(siblings, tokens)
         if position > 0 and tokens.startswith(siblings[position - 1]):
-            # A tail that this block continues: all it could answer, this one can. If somebody
-            # still reads it, it stays until the LRU order gets to it.
+            # This block continues a shorter tail and can answer every lookup of it, so the tail is
+            # dropped. A tail that a request still reads stays until it is evicted in LRU order.
             shorter = parent.children[siblings[position - 1]]
             if shorter in self._lru:
                 del self._lru[shorter]

@@ -254,7 +254,7 @@ class Request:
     @property
     def num_unplanned_tokens(self) -> int:
         """Expected tokens that no plan in flight computes; 1 while decoding."""
-        # Spelled out: it is asked for several times a token.
+        # The sum is written out for speed: this property is read several times for each token.
         queue, num_known = self.queue, len(self.prompt_ids) + len(self.output_ids)
         num_to_come = queue.num_samples_in_flight - queue.num_tokens_in_flight
         return num_known - self.num_computed_tokens + num_to_come

@@ -71,7 +71,7 @@ class TraceWriter:
     def __init__(
         self, path: Path, header: TraceHeader, *, max_bytes: int = MAX_TRACE_BYTES
     ) -> None:
-        # For the owner alone: choices of experts tell something of the text.
+        # Only the owner may read the file: the experts chosen reveal something of the text.
         self._file = BoundedFile(path, max_bytes, name="expert_trace", field="engine.expert_trace")
         self.path = self._file.path
         self._file.write(msgspec.json.encode(header) + b"\n")

@@ -174,7 +174,8 @@ def select_sequences(step: StepInput, sequences: list[StepSequence]) -> StepInpu
     """Return a step of some of another's sequences, with what belongs to them."""
     ids = {sequence.sequence_id for sequence in sequences}
     blocks = {block_id for s in sequences for block_id in array("i", s.block_table)}
-    # A copy clears the rest of its block: it must not be repeated after others have computed.
+    # Keep only copies into these sequences' blocks: a copy clears the rest of its block, so
+    # repeating one would erase KV that others have computed since.
     copies = [copy for copy in step.copies if copy.dst_block_id in blocks]
     starts = [start for start in step.starts if start.sequence_id in ids]
     windows = {block_id for s in sequences for block_id in array("i", s.window_blocks)}

@@ -34,7 +34,8 @@ class HiddenSum:
         before = known[start] if start else np.zeros(rows.shape[1])
         total = before
         for first in range(0, len(rows), _ROWS):
-            # A running sum adds row by row; a plain one may pair them.
+            # ``add.accumulate`` adds row by row in a fixed order; a plain sum may add rows in
+            # pairs.
             running = np.vstack([total[None], rows[first : first + _ROWS]])
             total = np.add.accumulate(running, axis=0, dtype=np.float64)[-1]
         end = start + len(rows)

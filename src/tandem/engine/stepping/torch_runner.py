@@ -236,7 +236,7 @@ class TorchRunner:
         for row in range(len(rows_RV)):
             masks: dict[int, np.ndarray | None] = {}
             if state is not None:
-                # Each row's mask depends on the token drawn from the row before.
+                # Each row's mask depends on the token sampled for the row before it.
                 assert self._grammars is not None
                 known = sampler.output_ids[: position + row]
                 masks[0] = self._grammars.begin_mask(state, known).result()

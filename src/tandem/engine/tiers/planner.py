@@ -118,7 +118,7 @@ class CostTierPlanner:
             case "wait":
                 return deadline_s
             case "timeout":
-                # Having waited as long as computing takes, a request is at most twice as late as
-                # if it had computed at once, even if the load fails.
+                # Wait at most the time that computing takes: then a failed load makes a request at
+                # most twice as late as computing at once.
                 wait_s = COLD_WAIT_S if compute_s is None else compute_s
                 return min(max(wait_s, self._config.min_wait_ms / 1e3), deadline_s)

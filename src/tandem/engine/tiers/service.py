@@ -135,7 +135,7 @@ class TierService:
         if tier is not None:
             tier.begin(plan)
             return
-        # Nothing was found while there was no tier, so nothing is to be loaded.
+        # Without a tier no lookup finds a block, so a plan has no loads.
         assert not plan.loads, "a load without a store"
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
@@ -167,7 +167,7 @@ class TierService:
         assert self._thread is not None, "start() comes first"
         return await self._thread.call(work, "kv_tier.call")
 
-    # The thread.
+    # Code that runs on the tier's thread.
 
     async def _serve(self) -> None:
         try:
@@ -176,7 +176,8 @@ class TierService:
                     await self._serve_connected()
                 except (TandemError, OSError) as error:
                     failure = error.what if isinstance(error, TandemError) else str(error)
-                    # Tried for as long as the instance serves: said once for each reason.
+                    # Connecting is retried for as long as the instance serves, so warn once for
+                    # each reason.
                     is_known = failure == self._failure
                     level = logging.DEBUG if is_known else logging.WARNING
                     text = "event=kv_store_unreachable retry_s=%.1f error=%s"
@@ -218,7 +219,7 @@ class TierService:
             tier.attach(self._sink)
             try:
                 await tier.probe()
-                # At the level of the failure, so that a reader of that line also reads its end.
+                # Log the recovery at the level of the failure, so that its reader sees the end too.
                 level = logging.WARNING if self._failure else logging.INFO
                 logger.log(level, "event=kv_store_connected identity=%s", self._identity[:12])
                 self._service, self._failure = service, ""

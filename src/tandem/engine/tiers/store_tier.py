@@ -298,7 +298,8 @@ class StoreTier:
                     evicted.append(staged)
         full = plan.filled
         if self._config.write == "on_evict":
-            # What other groups hold is there for others as soon as the blocks are.
+            # Store states and window blocks when they fill, so that they are there as soon as full
+            # blocks are.
             full = [item for item in full if not is_full_block(item.block_id)]
         if evicted or full or plan.loads or plan.dropped:
             try:
@@ -341,7 +342,7 @@ class StoreTier:
                 self._give_back(staged)
             self._fail_loads(loads, "offline")
             return
-        # One whose end was reported meanwhile would be remembered for ever.
+        # Mark only loads that still run as dropped: a mark on an ended load would stay for ever.
         self._dropped.update(self._loading.intersection(map(_name_load, dropped)))
         by_request: dict[Request, list[BlockLoad]] = {}
         for load in loads:
@@ -367,7 +368,7 @@ class StoreTier:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # Loads.
+    # Loading blocks from the store.
 
     async def _load(self, request: Request, loads: Sequence[BlockLoad]) -> None:
         """Read the blocks of one request, in order, and report the end of each."""
@@ -377,7 +378,7 @@ class StoreTier:
                 self._fail_loads(loads[start:], "dropped")
                 break
             if not await self._load_batch(request, batch):
-                # What follows a hole in the prefix is of no use.
+                # Blocks behind a gap in the prefix are useless, so do not load them.
                 self._fail_loads(loads[start + LOAD_BATCH :], "after_gap")
                 break
         self._loading.difference_update(map(_name_load, loads))
@@ -396,7 +397,7 @@ class StoreTier:
         parts = [self._areas[group].part(index) for group, index in places]
         begin_s = self._clock.now_s()
         try:
-            # The client's own deadline ends it; when it returns, nothing writes to our blocks.
+            # The client's deadline ends the call; after it returns, nothing writes to our blocks.
             results: Sequence[int | TandemError] = await self._client.get_into_many(names, parts)
         except TandemError as error:
             results = [error] * len(loads)
@@ -436,7 +437,8 @@ class StoreTier:
         reason = result.code if isinstance(result, TandemError) and not is_foreign else "foreign"
         _count(self.counters.load_failures, reason)
         if is_foreign or isinstance(result, CorruptionError):
-            # Else it would be found, and fail, again and again; the recomputed one replaces it.
+            # Remove the bad object, or each lookup would find it and fail again; recomputing
+            # replaces it.
             logger.warning("event=kv_block_bad reason=%s key=%s", reason, load.key.hex())
             group = self._locate(load.block_id)[0]
             self._spawn(self._remove(make_object_key(self._identity, load.key, group)))
@@ -459,7 +461,7 @@ class StoreTier:
         assert self._sink is not None, "attach() comes before the first load"
         return self._sink
 
-    # Stores.
+    # Storing blocks.
 
     async def _store_queued(self) -> None:
         """Store what is queued, the evicted blocks first: they hold staging slots."""
@@ -533,7 +535,7 @@ class StoreTier:
             if pin_s and not isinstance(result, TandemError) and result.value == "exists"
         ]
         if there:
-            # Another instance stored it meanwhile, without the pin.
+            # Another instance stored the block meanwhile without a pin, so pin it now.
             await self._pin_stored(there, pin_s)
 
     # ---------------------------------------------------------------- the whole tier
@@ -548,7 +550,8 @@ class StoreTier:
         while self._staged:
             self._give_back(self._staged.popleft())
         if self._storing is not None:
-            # A block whose put is in progress would survive the removal.
+            # Wait for puts in progress: a block that is put after the removal would survive the
+            # flush.
             await asyncio.wait((self._storing,), timeout=self._config.load_deadline_ms / 1e3)
         return await self._client.remove_prefix(make_object_key(self._identity, b""))
 
