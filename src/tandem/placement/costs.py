@@ -89,7 +89,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """Number of GPUs used."""
     sockets: int = 1
     parallel: Literal["tensor", "expert", "pipeline"] = "tensor"
-    """How several GPUs share work: within each layer, or by dividing the layers."""
+    """Division of work between several GPUs: within each layer, or by layers."""
     gpu_experts: int = 0
     """Routed experts of each layer on the GPUs; the others are on the CPU."""
     is_dense_on_gpu: bool = True

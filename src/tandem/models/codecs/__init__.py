@@ -1,1 +1,1 @@
-"""Codecs of stored weights: a file for each format, ``codec`` for what all promise."""
+"""Codecs of stored weights: a module for each format, and ``codec`` for their common interface."""

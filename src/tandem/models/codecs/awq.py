@@ -1,4 +1,4 @@
-"""AWQ in the layout ``gemm``.
+"""Codec of AWQ checkpoints in the layout ``gemm``.
 
 ``qweight`` int32 [K, N / 8], ``qzeros`` int32 [G, N / 8] and ``scales`` [G, N]. A word holds eight
 outputs: the lowest four bits are output 0, the next ones 2, 4, 6, 1, 3, 5, 7.
@@ -17,11 +17,11 @@ __all__ = ["AwqCodec"]
 BITS = 4
 PER_WORD = 8
 PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""The place of each of eight outputs in a word."""
+"""Position within a word of each of eight outputs, counted in 4-bit fields."""
 
 
 class AwqCodec(WordCodec):
-    """See the module."""
+    """Codec of AWQ weights in the layout ``gemm``."""
 
     def _count_codes(self, name: str) -> tuple[int, int]:
         del name

@@ -1,4 +1,4 @@
-"""The choice of the codec that reads a checkpoint, and the tensors that no codec needs."""
+"""Choice of the codec for a checkpoint, and the list of tensors that no codec needs."""
 
 from tandem.models.codecs.awq import AwqCodec
 from tandem.models.codecs.codec import Codec
@@ -21,11 +21,11 @@ UNUSED_TENSORS = {
     r"\.g_idx$|\.weight_g_idx$": "the order of inputs, which is their own",
     r"\.qzeros$|\.weight_zero_point$": "zero points of symmetric codes: the middle",
 }
-"""Tensors of quantized checkpoints that no operator needs, as patterns, and why."""
+"""Tensors of quantized checkpoints that no operator needs: patterns of names, with the reason."""
 
 
 def make_codec(quantization: Quantization) -> Codec:
-    """Return what reads the coded weights of a checkpoint."""
+    """Return the codec for the quantized weights of a checkpoint."""
     if quantization.method == "mxfp4":
         return Mxfp4Codec()
     kinds: dict[

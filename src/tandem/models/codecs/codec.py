@@ -1,7 +1,7 @@
-"""The interface of every stored format: values, and codes in one of our formats where it has one.
+"""Interface of stored formats: values, and codes if a weight format can hold them.
 
-A codec knows which tensors of a container a weight is made of. It owns no memory: it reads what
-``StoredTensors`` maps, and what it returns is new.
+A codec knows which tensors of a container make up a weight. It owns no memory: it reads the mapped
+``StoredTensors`` and returns new tensors.
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ __all__ = [
 ]
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes of scales."""
+"""Dtypes in which scales are stored, by safetensors name."""
 WORDS = {"I32": torch.int32}
-"""The dtype of words that hold several codes."""
+"""Dtype of words that hold several codes, by safetensors name."""
 
 
 class Codec(Protocol):
-    """A stored format. Names are those of the weight in the skeleton, ``....weight`` mostly."""
+    """A stored format. Weights are named as in transformers' model, usually ``....weight``."""
 
     is_exact: bool
-    """True if bfloat16 and float32 hold every value."""
+    """True if bfloat16 and float32 represent every value exactly."""
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
         """Return True if ``name`` is stored in this format; marks nothing as used."""
@@ -46,33 +46,33 @@ class Codec(Protocol):
         ...
 
     def tell(self, name: str) -> str:
-        """Return in words how a weight that is held is coded."""
+        """Return a description of how a weight in this format is coded."""
         ...
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight into ``out``; see ``tandem.kernels.interfaces.WeightReader``."""
+        """Decode a weight into ``out``, as ``tandem.kernels.interfaces.WeightReader`` does."""
         ...
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return our format that holds the weight; see ``WeightReader.find_format``."""
+        """Return the weight format that can hold the weight's codes; None if there is none."""
         ...
 
     def read_packed(
         self, stored: StoredTensors, name: str, expert_id: int | None
     ) -> QuantizedMatrix:
-        """Return the weight's codes; see ``WeightReader.read_packed``."""
+        """Return the weight's codes in the format of ``find_format``."""
         ...
 
 
 def split_name(name: str) -> str:
-    """Return the module of a weight: ``a.b`` of ``a.b.weight``."""
+    """Return the module name of a weight: ``a.b`` for ``a.b.weight``."""
     return name.removesuffix(".weight")
 
 
 def find_scheme(quantization: Quantization, name: str) -> Scheme:
-    """Return how a weight that the checkpoint codes is coded.
+    """Return the scheme by which a quantized weight is coded.
 
-    Raises: ConfigError (the configuration says that it is not).
+    Raises: ConfigError (the configuration says that the module is not quantized).
     """
     scheme = quantization.find_scheme(split_name(name))
     if scheme is None:
@@ -85,9 +85,9 @@ def find_scheme(quantization: Quantization, name: str) -> Scheme:
 
 
 def require_format(weight_format: WeightFormat | None, name: str) -> WeightFormat:
-    """Return the format.
+    """Return the format if there is one.
 
-    Raises: UnsupportedError (there is none).
+    Raises: UnsupportedError (the format is None).
     """
     if weight_format is None:
         what = f"weight {name!r} has codes that no format of ours holds: read its values"
@@ -101,9 +101,10 @@ def view_matrix(
     dtypes: Mapping[str, torch.dtype],
     shape: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """Return a tensor of two dimensions; see ``StoredTensors.view``.
+    """Return a stored tensor of two dimensions.
 
-    Raises: as it; ShapeError (other dimensions, or none of one).
+    Raises: the errors of ``StoredTensors.view``; ShapeError (another number of dimensions, or an
+        empty one).
     """
     tensor = stored.view(name, dtypes, shape)
     if tensor.dim() != 2 or not tensor.numel():

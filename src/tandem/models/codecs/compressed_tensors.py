@@ -1,11 +1,10 @@
-"""compressed-tensors, as llm-compressor stores it.
+"""Codec of compressed-tensors checkpoints, as llm-compressor stores them.
 
-Four layouts, told apart by the tensors of a weight: ``weight_packed`` int32 [N, K bits / 32] with
+Four layouts, distinguished by a weight's tensors: ``weight_packed`` int32 [N, K bits / 32] with
 ``weight_shape`` (pack-quantized), ``weight_packed`` U8 [N, K / 2] (nvfp4- and
 mxfp4-pack-quantized), ``weight`` I8 [N, K] (int-quantized), ``weight`` F8_E4M3 [N, K]
-(float-quantized); each with ``weight_scale`` and, where it is not symmetric,
-``weight_zero_point``: I8 [N, G], or int32 [N bits / 32, G]. Integers are stored signed in I8 and
-offset by half their range in words.
+(float-quantized). Each has ``weight_scale`` and, if not symmetric, ``weight_zero_point``: I8 [N,
+G], or int32 [N bits / 32, G]. Integers are signed in I8, and offset by half their range in words.
 """
 
 import torch
@@ -38,7 +37,7 @@ def _is_fp4(scheme: Scheme) -> bool:
 
 
 class CompressedTensorsCodec:
-    """See the module, and ``tandem.models.codecs.codec.Codec``."""
+    """Codec of compressed-tensors weights, in four layouts."""
 
     is_exact: bool = False
 
@@ -54,7 +53,7 @@ class CompressedTensorsCodec:
         return is_code and name.endswith(".weight")
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
-        """Return all weights in this format."""
+        """Return all weights in this format, with the shapes of their values."""
         found = {n: entry.shape for n, entry in stored.entries.items() if self.holds(stored, n)}
         for name in stored.entries:
             stem = name.removesuffix(".weight_packed")
@@ -67,11 +66,11 @@ class CompressedTensorsCodec:
         return found
 
     def tell(self, name: str) -> str:
-        """Return the scheme of a weight in words."""
+        """Return a description of a weight's scheme."""
         return str(find_scheme(self._quantization, name))
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K]."""
+        """Decode a weight [N, K] into ``out``."""
         scheme = find_scheme(self._quantization, name)
         if _is_fp4(scheme):
             self._read_fp4(stored, name, tuple(out.shape), scheme).read_into(out)
@@ -81,7 +80,7 @@ class CompressedTensorsCodec:
             self._read(stored, name, tuple(out.shape), scheme).read_into(out)
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return the format that holds the codes."""
+        """Return the weight format that can hold the codes; None if there is none."""
         scheme = find_scheme(self._quantization, name)
         if name in stored.entries:
             shape = stored.entries[name].shape
@@ -135,7 +134,7 @@ class CompressedTensorsCodec:
     def _read_codes(
         self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None, scheme: Scheme
     ) -> Tensor:
-        """Return unsigned codes [N, K]."""
+        """Return the codes [N, K] as unsigned integers."""
         middle = 1 << (scheme.bits - 1)
         if name in stored.entries:
             codes = view_matrix(stored, name, SIGNED, shape)
@@ -163,7 +162,7 @@ class CompressedTensorsCodec:
     def _read_zeros(
         self, stored: StoredTensors, name: str, shape: tuple[int, int], scheme: Scheme
     ) -> Tensor:
-        """Return unsigned zero points [N, G]."""
+        """Return the zero points [N, G] as unsigned integers."""
         outputs, groups = shape
         middle = 1 << (scheme.bits - 1)
         entry = stored.entries.get(name)
@@ -175,7 +174,7 @@ class CompressedTensorsCodec:
     def _read_order(
         self, stored: StoredTensors, stem: str, scheme: Scheme, inputs: int
     ) -> Tensor | None:
-        """Return the group of each input, where ``weight_g_idx`` says it."""
+        """Return the group of each input from ``weight_g_idx``; None if groups are consecutive."""
         name = f"{stem}.weight_g_idx"
         if not scheme.is_ordered or not scheme.group_size:
             return None

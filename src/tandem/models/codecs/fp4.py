@@ -1,9 +1,9 @@
-"""Matrices of e2m1 codes, two a byte, with a scale for each 16 or 32 inputs of an output.
+"""Matrices of e2m1 codes, two per byte, with a scale for each 16 or 32 inputs of an output.
 
-NVFP4 has scales in e4m3, F8_E4M3 [N, K / 16], and a float32 number for the tensor, by which they
-are multiplied (``weight_scale_2``, which modelopt writes beside ``weight``) or divided
+NVFP4 has e4m3 scales, F8_E4M3 [N, K / 16], and a float32 factor of the tensor that multiplies them
+(``weight_scale_2``, which modelopt writes beside ``weight``) or divides them
 (``weight_global_scale``, compressed-tensors beside ``weight_packed``). OCP microscaling has powers
-of two, U8 [N, K / 32]. Codes are U8 [N, K / 2], the first of a byte in the low half.
+of two as scales, U8 [N, K / 32]. Codes are U8 [N, K / 2], the first of a byte in its low half.
 
 Shapes: N outputs, K inputs, G groups.
 """
@@ -26,25 +26,26 @@ __all__ = ["BYTES", "Fp4Matrix", "ModeloptCodec", "read_fp4"]
 
 BYTES = {"U8": torch.uint8}
 NVFP4_GROUP = 16
-"""Inputs that share a scale in e4m3."""
+"""Inputs that share an e4m3 scale."""
 LARGEST_CODE = 0x7E
-"""The largest e4m3 code that is a positive number."""
+"""Largest e4m3 code of a positive number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fp4Matrix:
-    """Bytes of codes uint8 [N, K / 2] and scales uint8 [N, G]."""
+    """A matrix of e2m1 codes: bytes of two codes uint8 [N, K / 2], scales uint8 [N, G]."""
 
     name: str
     """Name of the weight, for messages."""
     codes: Tensor
     scales: Tensor
     factor: float | None
-    """The number of the tensor, which multiplies, or divides where it is negative; None: scales are
-    exponents."""
+    """Factor of the tensor, which multiplies the scales, or if negative divides them by its
+    absolute value; None: scales are exponents (mxfp4).
+    """
 
     def read_into(self, out: Tensor) -> None:
-        """Write the values, products in float32, rounded once to the dtype of ``out``."""
+        """Write the decoded values, products in float32, rounded once to the dtype of ``out``."""
         if self.factor is None:
             blocks = self.codes.unflatten(1, (self.scales.shape[1], -1))
             out.copy_(decode_mxfp4(blocks, self.scales))
@@ -59,9 +60,9 @@ class Fp4Matrix:
         out.copy_((values.unflatten(1, (scales.shape[1], -1)) * scales[..., None]).flatten(1))
 
     def pack(self) -> QuantizedMatrix:
-        """Return the codes in nvfp4, or in mxfp4.
+        """Return the codes as nvfp4 or mxfp4.
 
-        Raises: CorruptionError (a scale that is negative or no number).
+        Raises: CorruptionError (a scale is negative or NaN).
         """
         if self.factor is None:
             return pack_mxfp4(self.codes.unflatten(1, (self.scales.shape[1], -1)), self.scales)
@@ -80,17 +81,17 @@ class Fp4Matrix:
 def read_fp4(
     stored: StoredTensors, name: str, codes: str, shape: tuple[int, ...] | None, scheme: Scheme
 ) -> Fp4Matrix:
-    """Read a weight and its scales.
+    """Read an FP4 weight and its scales.
 
     Args:
-        stored: the tensors.
-        name: of the weight.
-        codes: the tensor that has its codes.
-        shape: [N, K] that it must have; None = any.
-        scheme: of its module.
+        stored: the checkpoint's tensors.
+        name: name of the weight.
+        codes: name of the tensor with its codes.
+        shape: required shape [N, K]; None: any.
+        scheme: quantization scheme of the weight's module.
 
-    Raises: as ``StoredTensors.view``; ShapeError (inputs that are no whole groups; more numbers
-        than one for the tensor); CorruptionError (a number that is no scale).
+    Raises: the errors of ``StoredTensors.view``; ShapeError (inputs are not whole groups; the
+        tensor's factor is not a single number); CorruptionError (a factor is not a valid scale).
     """
     half = None if shape is None else (shape[0], shape[1] // 2)
     packed = view_matrix(stored, codes, BYTES, half)
@@ -118,10 +119,7 @@ def read_fp4(
 
 
 class ModeloptCodec:
-    """The layouts of NVIDIA's modelopt: NVFP4, and fp8 with one scale a tensor or an output.
-
-    See the module, and ``tandem.models.codecs.codec.Codec``.
-    """
+    """Codec of NVIDIA modelopt's layouts: NVFP4, and fp8 with one scale per tensor or output."""
 
     is_exact: bool = False
 
@@ -130,28 +128,28 @@ class ModeloptCodec:
         self._fp8 = Fp8Codec(quantization)
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Return True if the weight is stored in bytes of two codes, or in e4m3."""
+        """Return True if the weight is stored as bytes of two e2m1 codes, or in e4m3."""
         return self._has_pairs(stored, name) or self._fp8.holds(stored, name)
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
-        """Return all weights in this format."""
+        """Return all weights in this format, with the shapes of their values."""
         pairs = {n: e.shape for n, e in stored.entries.items() if self._has_pairs(stored, n)}
         found = {n: (*shape[:-1], shape[-1] * 2) for n, shape in pairs.items()}
         return found | self._fp8.list_weights(stored)
 
     def tell(self, name: str) -> str:
-        """Return the scheme of a weight in words."""
+        """Return a description of a weight's scheme."""
         return str(find_scheme(self._quantization, name))
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K]."""
+        """Decode a weight [N, K] into ``out``."""
         if self._has_pairs(stored, name):
             self._read(stored, name, tuple(out.shape)).read_into(out)
         else:
             self._fp8.read_into(stored, name, out)
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return the format that holds the codes."""
+        """Return the weight format that can hold the codes; None if there is none."""
         if not self._has_pairs(stored, name):
             return self._fp8.find_format(stored, name)
         inputs = stored.entries[name].shape[-1] * 2

@@ -1,7 +1,7 @@
-"""Matrices of e4m3 with float scales: DeepSeek's blocks, and one scale a tensor or an output.
+"""Matrices of e4m3 codes with float scales: DeepSeek's blocks, or one scale per tensor or output.
 
 ``{module}.weight``, F8_E4M3 [N, K], and ``{module}.weight_scale_inv`` or ``weight_scale``, which
-multiplies (whatever its name): [N / 128, K / 128], [N, 1], or one number.
+multiplies the codes (despite its name): [N / 128, K / 128], [N, 1], or one number.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ E4M3 = {"F8_E4M3": torch.float8_e4m3fn}
 SCALES = {**FLOATS, "F8_E8M0": torch.float8_e8m0fnu}
 GROUP_SIZE = 128
 NAN_CODE = 0x7F
-"""Nan code of e4m3, without its sign."""
+"""Code of NaN in e4m3, without the sign bit."""
 
 
 class Fp8Codec:
-    """See the module, and ``tandem.models.codecs.codec.Codec``."""
+    """Codec of e4m3 weights with float scales."""
 
     is_exact: bool = False
 
@@ -39,19 +39,19 @@ class Fp8Codec:
         return entry is not None and entry.dtype in E4M3 and name.endswith(".weight")
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
-        """Return all weights in this format."""
+        """Return all weights in this format, with the shapes of their values."""
         return {n: entry.shape for n, entry in stored.entries.items() if self.holds(stored, n)}
 
     def tell(self, name: str) -> str:
-        """Return the scheme of a weight in words."""
+        """Return a description of a weight's scheme."""
         return str(find_scheme(self._quantization, name))
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K]."""
+        """Decode a weight [N, K] into ``out``."""
         self._read(stored, name, tuple(out.shape)).read_into(out)
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return fp8 or fp8row where scales are those of its blocks or rows."""
+        """Return fp8 or fp8row, if the scales are per block or per row; else None."""
         shape = stored.entries[name].shape
         return find_scheme(self._quantization, name).find_format(shape[-1]) if shape else None
 
@@ -69,25 +69,25 @@ class Fp8Codec:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """Codes e4m3 [N, K]; scales float32, one for each block of (outputs, inputs)."""
+    """A matrix of e4m3 codes [N, K], with a float32 scale for each block of (outputs, inputs)."""
 
     codes: Tensor
     scales: Tensor
     block: tuple[int, int]
 
     def read_into(self, out: Tensor) -> None:
-        """Write the values, products in float32, rounded once to the dtype of ``out``."""
+        """Write the decoded values, products in float32, rounded once to the dtype of ``out``."""
         outputs, inputs = self.codes.shape
         rows = torch.arange(outputs) // self.block[0]
         columns = torch.arange(inputs) // self.block[1]
         out.copy_(self.codes.float() * self.scales[rows][:, columns])
 
     def pack(self, name: str) -> QuantizedMatrix:
-        """Return the codes in fp8row where outputs have scales of their own, else in fp8.
+        """Return the codes as fp8row if each output has its own scale, else as fp8.
 
-        REQUIRES: blocks of whole blocks of fp8, or of everything, or of one output.
+        REQUIRES: a block is a multiple of fp8's blocks, the whole matrix, or one output.
 
-        Raises: CorruptionError (a code is NaN; scales are looked at where they are packed).
+        Raises: CorruptionError (a code is NaN; scales are checked when they are packed).
         """
         outputs, inputs = self.codes.shape
         bits = self.codes.view(torch.uint8)
@@ -105,9 +105,9 @@ class Fp8Matrix:
 def read_fp8(
     stored: StoredTensors, name: str, shape: tuple[int, ...] | None, scheme: Scheme
 ) -> Fp8Matrix:
-    """Read a weight and its scales.
+    """Read an fp8 weight and its scales.
 
-    Raises: as ``StoredTensors.view``; ShapeError (scales that are not those of the scheme).
+    Raises: the errors of ``StoredTensors.view``; ShapeError (scales do not match the scheme).
     """
     codes = view_matrix(stored, name, E4M3, shape)
     outputs, inputs = codes.shape

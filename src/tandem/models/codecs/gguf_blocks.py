@@ -1,14 +1,14 @@
-"""GGUF's block types: what their bytes stand for, and their codes in our weight formats.
+"""GGUF's block types: the meaning of their bytes, and their codes in our weight formats.
 
-A row of a tensor is whole blocks of 32 or 256 consecutive weights. Files are read by the native
-core (``tandem.kernels.weights.blocks``); ``dequantize`` and ``unpack`` are its oracle: numpy, no
-code shared. ``dequantize`` does llama.cpp's float32 arithmetic operation by operation, so values
-are bitwise those of the ``gguf`` package.
-Matrices keep their blocks as they are, rearranged. ``unpack`` gives codes in a type's plain
-format, in which it joins others (``tandem.kernels.weights.recode``): exactly, but for scales of
-superblocks, products of an fp16 number and an integer that it has rounded to fp16.
+A tensor's row consists of whole blocks of 32 or 256 consecutive weights. The native core reads
+files (``tandem.kernels.weights.blocks``); ``dequantize`` and ``unpack`` are its oracle in NumPy and
+share no code with it. ``dequantize`` repeats llama.cpp's float32 arithmetic operation by operation,
+so values are bitwise those of the ``gguf`` package. Matrices keep their blocks, rearranged.
+``unpack`` returns codes in a type's plain format, in which it can be joined with others
+(``tandem.kernels.weights.recode``): exactly, except that scales of superblocks (products of an fp16
+number and an integer) are rounded to fp16.
 
-docs/design/models/gguf.md lists the types, the formats and what they cost.
+docs/design/models/gguf.md lists the types, the formats and their costs.
 
 Shapes: N rows, K inputs, B blocks, W weights of a block, G groups of a block.
 """
@@ -31,32 +31,32 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
-"""Types without codes."""
+"""GGUF types that store values, not codes."""
 
 IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 class Blocks(NamedTuple):
-    """Blocks taken apart: a weight is ``scale * (code - offset) + minimum``."""
+    """Blocks split into parts: a weight is ``scale * (code - offset) + minimum``."""
 
     codes: Bytes
-    """[B, W]."""
+    """Codes, [B, W]."""
     offset: int
     scales: Floats
-    """[B, G]."""
+    """Scales, [B, G]."""
     minima: Floats | None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """The coding of weights by a type."""
+    """A GGUF block type: how it codes weights."""
 
     name: str
     weight_format: str
-    """Ours that holds it, in as many bytes."""
+    """Name of our weight format that holds the type, in the same number of bytes."""
     split: Callable[[Bytes], Blocks] | None
-    """Takes blocks [B, bytes] apart; None for mxfp4, whose codes are floats."""
+    """Function that splits blocks [B, bytes] into parts; None for mxfp4, whose codes are floats."""
 
 
 def _half(raw: Bytes) -> Floats:
@@ -65,7 +65,7 @@ def _half(raw: Bytes) -> Floats:
 
 
 def _nibbles(raw: Bytes, width: int) -> Bytes:
-    """Return codes of 4 bits: of each ``width`` bytes, the low halves, then the high ones."""
+    """Return 4-bit codes: of each ``width`` bytes all low halves, then all high halves."""
     parts = raw.reshape(len(raw), -1, 1, width)
     codes = np.empty((len(raw), parts.shape[1], 2, width), np.uint8)
     np.bitwise_and(parts[:, :, 0], 15, out=codes[:, :, 0])
@@ -117,7 +117,9 @@ def _split_iq4_xs(raw: Bytes) -> Blocks:
 
 
 def _pairs(raw: Bytes) -> Bytes:
-    """Return codes of 2 bits: of each 32 bytes the lowest bits of all, then the next ones."""
+    """Return 2-bit codes: of each 32 bytes the lowest two bits of all, then the next two, and so
+    on.
+    """
     parts = raw.reshape(len(raw), -1, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return np.asarray((parts & 3).reshape(len(raw), -1), np.uint8)
 
@@ -140,10 +142,10 @@ def _split_q3_k(raw: Bytes) -> Blocks:
 
 
 def _split_k_scales(raw: Bytes) -> tuple[Floats, Floats]:
-    """Return scales and minima [B, 8] of the first 16 bytes of Q4_K and Q5_K.
+    """Return scales and minima [B, 8] from the first 16 bytes of Q4_K and Q5_K blocks.
 
-    Two fp16 numbers, then 6 bits each of 8 scales and 8 minima: of the first four whole in a byte
-    each, whose upper two bits belong to the last four.
+    The bytes hold two fp16 numbers, then 8 scales and 8 minima of 6 bits: the first four of each
+    have a byte, whose upper two bits belong to the last four.
     """
     scales, minima, rest = (raw[:, begin : begin + 4] for begin in (4, 8, 12))
     s = np.concatenate([scales & 63, (rest & 15) | ((scales >> 2) & 48)], axis=-1)
@@ -176,7 +178,7 @@ E2M1_CODES = (E2M1_DOUBLED + 12).astype(np.uint8)
 
 
 def _split_nvfp4(raw: Bytes) -> Blocks:
-    """Scales are e4m3 without signs, whose code of no number is 0."""
+    """Split NVFP4 blocks; scales are e4m3 without sign, and the NaN code means 0."""
     levels = np.where(raw[:, :4] == 0x7F, 0, raw[:, :4] & 0x7F).astype(np.uint32)
     scales = (levels << 20).astype(np.uint32).view(np.float32) * np.float32(2.0**119)
     return Blocks(E2M1_CODES[_nibbles(raw[:, 4:], 8)], 12, scales, None)
@@ -214,11 +216,11 @@ BLOCK_TYPES = {
         BlockType("IQ3_S", "iq3s", _split_by_codebook("IQ3_S")),
     )
 }
-"""The types that are read as codes."""
+"""GGUF types that are read as codes, by name."""
 
 
 def find_block_type(name: str) -> BlockType:
-    """Return a type that can be decoded.
+    """Return a block type that can be decoded.
 
     Raises: UnsupportedError.
     """
@@ -247,14 +249,14 @@ def dequantize(name: str, raw: Bytes) -> Floats:
 
 
 def _half_powers(exponents: Bytes) -> Floats:
-    """Return 2^(e - 128), by its bits: half of what e8m0 says, for doubled codes."""
+    """Return 2^(e - 128), built from bits: half of the e8m0 value, as the codes are doubled."""
     e = exponents.astype(np.uint32)
     bits = np.where(e < 2, np.uint32(0x0020_0000) << e, (np.maximum(e, 1) - 1) << 23)
     return bits.astype(np.uint32).view(np.float32)
 
 
 def unpack(name: str, raw: Bytes) -> QuantizedMatrix:
-    """Return the codes of rows [N, blocks, bytes] in the type's plain format, [N, K].
+    """Return the codes [N, K] of rows [N, blocks, bytes] in the type's plain format.
 
     A scale or minimum beyond fp16 becomes infinite, which packing refuses.
     """
@@ -277,7 +279,7 @@ def unpack(name: str, raw: Bytes) -> QuantizedMatrix:
 
 
 HALVED_CODES = np.array([0, 0, 1, 2, 2, 3, 4, 5], np.uint8)
-"""E2M1 codes of half of each positive number, 0.25 and 0.75 rounded to even."""
+"""E2M1 codes of half of each positive value; 0.25 and 0.75 are rounded to even."""
 
 
 def _unpack_mxfp4(blocks: Bytes, num_rows: int) -> QuantizedMatrix:

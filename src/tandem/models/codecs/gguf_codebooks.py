@@ -1,7 +1,7 @@
-"""GGUF's IQ2 and IQ3 types in numpy: blocks whose codes are entries of a codebook, beside signs.
+"""GGUF's IQ2 and IQ3 types in NumPy: blocks of codebook indices and signs.
 
-The magnitudes are the native core's own (``list_codebook``), which are ggml's; how blocks hold
-indices, signs and scales is written here once more, as the oracle of the native decoder.
+The magnitudes are the native core's (``list_codebook``), which are ggml's; the layout of indices,
+signs and scales in blocks is implemented here again, as an oracle of the native decoder.
 
 Shapes: B blocks of 256 weights, G groups of a block.
 """
@@ -19,11 +19,11 @@ Indices = NDArray[np.int64]
 
 CENTRE = 128
 WIDTHS = {"IQ2_XXS": 8, "IQ2_XS": 8, "IQ2_S": 8, "IQ3_XXS": 4, "IQ3_S": 4}
-"""Weights of an entry."""
+"""Weights per entry of each codebook."""
 
 
 def split_codebook(name: str, raw: Bytes) -> tuple[Bytes, Floats]:
-    """Return codes [B, 256], which stand for ``code - 128``, and scales [B, G]."""
+    """Return codes [B, 256], each standing for ``code - 128``, and scales [B, G]."""
     indices, signs, levels = _SPLITS[name](raw)
     book = np.frombuffer(list_codebook(name), np.uint8).reshape(-1, WIDTHS[name])
     magnitudes = book[indices].reshape(len(raw), -1).astype(np.int64) - CENTRE
@@ -40,18 +40,18 @@ def _words(raw: Bytes, dtype: str) -> Indices:
 
 
 def _nibbles(raw: Bytes) -> Indices:
-    """Return both halves of each byte, the low one first."""
+    """Return both 4-bit halves of each byte, the low one first."""
     return np.stack([raw & 15, raw >> 4], -1).reshape(len(raw), -1).astype(np.int64)
 
 
 def _complete(seven: Indices) -> Indices:
-    """Return eight signs: the last makes their number even."""
+    """Return eight sign bits from seven: the last makes the number of negative signs even."""
     ones = np.unpackbits(seven.astype(np.uint8)[..., None], axis=-1).sum(-1, dtype=np.int64)
     return seven | (ones % 2) << 7
 
 
 def _split_aside(words: Indices) -> tuple[Indices, Indices]:
-    """Return signs and levels of words that hold four times seven signs below a level."""
+    """Split words that hold four groups of seven signs and a scale level into signs and levels."""
     seven = (words[..., None] >> np.arange(0, 28, 7)) & 127
     return _complete(seven).reshape(len(words), -1), words >> 28
 

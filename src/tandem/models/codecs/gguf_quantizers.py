@@ -1,8 +1,9 @@
-"""Coding values as GGUF's blocks, by the searches of llama.cpp's own quantizer, in numpy.
+"""Quantization of values to GGUF blocks in NumPy, by the searches of llama.cpp's quantizer.
 
-A type of 32 weights has its scale from the extremes; superblocks try some scales a group and take
-the one with the least weighted error, then code the scales themselves. No importance matrix is
-used, without which llama.cpp's quantizer makes no IQ1, IQ2 and IQ3 types either.
+A type with blocks of 32 weights takes its scale from the extremes; superblocks try several scales
+per group and take the one with the least weighted error, then quantize the scales themselves. No
+importance matrix is used; without one, llama.cpp's quantizer does not offer IQ1, IQ2 and IQ3 types
+either.
 
 Groups lie along the first axis, [weights of a group, groups], so that sums over a group are sums of
 long rows.
@@ -21,21 +22,21 @@ from tandem.models.codecs.gguf_blocks import IQ4_NL_VALUES
 __all__ = ["QUANTIZED_TYPES", "quantize_rows"]
 
 Bytes = NDArray[Any]
-"""Bytes of uint8."""
+"""An array of bytes, uint8."""
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int32]
 
 CHUNK_WEIGHTS = 1 << 18
-"""Coded at once: what lies in a core's cache beside its results."""
+"""Weights that are quantized at a time, so that they fit in a core's cache with their results."""
 SMALLEST_PEAK = np.float32(1e-15)
-"""A group whose largest weight is below has the scale 0."""
+"""Largest magnitude of a group below which its scale is 0."""
 
 
 def quantize_rows(name: str, values: Floats, pool: Executor | None = None) -> Bytes:
-    """Return the blocks of rows [..., K] as bytes [..., bytes of a row].
+    """Quantize rows [..., K] to blocks; return bytes [..., bytes of a row].
 
-    Raises: UnsupportedError (a type without a quantizer, a row that is no whole blocks, values that
-        are not finite or beyond fp16 scales).
+    Raises: UnsupportedError (a type without a quantizer, a row that is not whole blocks, values
+        that are not finite or beyond fp16 scales).
     """
     if name not in _QUANTIZERS:
         known = ", ".join(_QUANTIZERS)
@@ -64,7 +65,7 @@ def quantize_rows(name: str, values: Floats, pool: Executor | None = None) -> By
 
 
 Quantized = tuple[Bytes, NDArray[Any]]
-"""Blocks, and their fp16 numbers."""
+"""Blocks as bytes, and the fp16 numbers in them."""
 
 
 def _halves(*numbers: Floats) -> Bytes:
@@ -72,7 +73,7 @@ def _halves(*numbers: Floats) -> Bytes:
 
 
 def _invert(numbers: Floats) -> Floats:
-    """Return 1 / x, 0 for 0."""
+    """Return 1 / x, and 0 for 0."""
     return np.divide(1, numbers, out=np.zeros_like(numbers), where=numbers != 0)
 
 
@@ -83,7 +84,9 @@ def _find_peaks(groups: Floats, axis: int) -> Floats:
 
 
 def _pack_nibbles(codes: NDArray[np.integer], width: int) -> Bytes:
-    """Return bytes of codes [B, N]: of each 2 * width the first half low, the second high."""
+    """Pack 4-bit codes [B, N]: of each 2 * width codes the first half in low bits, the second in
+    high bits.
+    """
     parts = codes.astype(np.uint8).reshape(len(codes), -1, 2, width)
     return (parts[:, :, 0] | parts[:, :, 1] << 4).reshape(len(codes), -1)
 
@@ -93,7 +96,7 @@ def _pack_fifth_bits(codes: NDArray[np.integer]) -> Bytes:
 
 
 def _code_symmetric(blocks: Floats, levels: int) -> tuple[NDArray[np.uint8], Floats]:
-    """Return codes and scales of Q4_0 and Q5_0: the peak is the code 0."""
+    """Return codes and scales of Q4_0 and Q5_0: the weight of largest magnitude gets code 0."""
     scales = _find_peaks(blocks, 1) / np.float32(-(levels // 2))
     shifted = blocks * _invert(scales)[:, None] + np.float32(levels / 2 + 0.5)
     return np.minimum(shifted, levels - 1).astype(np.uint8), scales
@@ -147,7 +150,9 @@ def _round(values: NDArray[Any], low: int, high: int) -> Floats:
 
 
 def _search_scale(groups: Floats, half: int) -> Floats:
-    """Return the scale of each group, codes from -half to half - 1; errors weighted by squares."""
+    """Return the best scale of each group for codes from -half to half - 1; errors are weighted by
+    squares.
+    """
     peaks = _find_peaks(groups, 0)
     is_empty = np.abs(peaks) < SMALLEST_PEAK
     safe = np.where(is_empty, np.float32(1), peaks)
@@ -168,7 +173,9 @@ def _search_scale(groups: Floats, half: int) -> Floats:
 
 
 def _search_third_scale(groups: Floats) -> Floats:
-    """Return the scale of each group of Q3_K: codes from -4 to 3, changed while it helps."""
+    """Return the best scale of each group of Q3_K (codes -4 to 3), changing codes while the error
+    falls.
+    """
     peaks = _find_peaks(groups, 0)
     is_empty = np.abs(peaks) < SMALLEST_PEAK
     safe = np.where(is_empty, np.float32(1), peaks)
@@ -198,13 +205,13 @@ def _search_third_scale(groups: Floats) -> Floats:
 
 
 class _Search:
-    """The search for scales and minima of groups.
+    """Search for scales and minima of groups, with several trial scales.
 
     Args:
         top: the largest code.
-        first: what is added to it in the first try.
-        tries: how many follow, each by 0.1 more.
-        is_absolute: errors count, not their squares.
+        first: addend to ``top`` in the first trial.
+        tries: number of further trials, each with 0.1 more.
+        is_absolute: True to weigh absolute errors, False for squared errors.
     """
 
     def __init__(self, top: int, first: float, tries: int, *, is_absolute: bool = False) -> None:
@@ -213,7 +220,7 @@ class _Search:
         self.is_absolute = is_absolute
 
     def run(self, groups: Floats, weights: Floats) -> tuple[Floats, Floats]:
-        """Return scales, and minima with their sign turned; [weights, groups] in."""
+        """Return scales, and negated minima, of groups [weights, groups]."""
         low, high = np.minimum(groups.min(0), 0), groups.max(0)
         is_flat = high == low
         scales, minima = (high - low) / np.float32(self.top), low
@@ -257,7 +264,9 @@ class _Search:
 def _code_groups(
     groups: Floats, scales: Floats, minima: Floats | float, low: int, high: int
 ) -> NDArray[np.uint8]:
-    """Return the codes of groups [n, B, G], from 0 on, as [B, G * n]; of scale 0 all the lowest."""
+    """Return the codes of groups [n, B, G] as [B, G * n], counted from 0; scale 0 gives the lowest
+    value.
+    """
     inverse = _invert(np.asarray(scales, np.float32))
     codes = _round((groups + minima) * inverse, low, high) - np.float32(low)
     codes = np.where(scales == 0, np.float32(-low), codes)
@@ -274,7 +283,7 @@ def _round_half(numbers: Floats) -> Floats:
 
 
 def _code_levels(numbers: Floats, top: int) -> tuple[NDArray[np.uint8], Floats]:
-    """Return integers [B, G] and the fp16 step [B, 1] of scales, or minima, from 0 on."""
+    """Quantize non-negative scales or minima: integers [B, G] and an fp16 step [B, 1]."""
     largest = np.maximum(numbers.max(1, keepdims=True), 0)
     levels = _round(numbers * (np.float32(top) * _invert(largest)), 0, top).astype(np.uint8)
     return levels, _round_half(largest / np.float32(top))
@@ -283,7 +292,7 @@ def _code_levels(numbers: Floats, top: int) -> tuple[NDArray[np.uint8], Floats]:
 def _search_superblock(
     blocks: Floats, size: int, search: _Search, weights: Callable[[Floats], Floats], top: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8], Bytes]:
-    """Return codes [B, 256], levels of scales and of minima [B, G], and both fp16 numbers."""
+    """Return codes [B, 256], integer scales and minima [B, G], and their two fp16 factors."""
     groups = _arrange(blocks, size)
     flat = groups.reshape(size, -1)
     scales, minima = (n.reshape(groups.shape[1:]) for n in search.run(flat, weights(flat)))
@@ -298,14 +307,14 @@ def _weigh_by_mean(groups: Floats) -> Floats:
 
 
 def _pack_k_scales(s: Bytes, m: Bytes) -> Bytes:
-    """Return 12 bytes of 6 bits each of eight scales and eight minima."""
+    """Pack eight scales and eight minima of 6 bits into 12 bytes."""
     first = (s[:, :4] & 63) | (s[:, 4:] >> 4) << 6
     second = (m[:, :4] & 63) | (m[:, 4:] >> 4) << 6
     return np.hstack([first, second, (s[:, 4:] & 15) | (m[:, 4:] & 15) << 4])
 
 
 def _pack_pairs(codes: Bytes) -> Bytes:
-    """Return bytes of codes of 2 bits [B, 256]: of each 128 four times 32 share bytes."""
+    """Pack 2-bit codes [B, 256]: in each 128, four runs of 32 codes share 32 bytes."""
     parts = codes.reshape(len(codes), 2, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(parts << shifts, axis=2).reshape(len(codes), 64)
@@ -334,7 +343,7 @@ def _quantize_q5_k(blocks: Floats) -> Quantized:
 
 
 def _code_signed_levels(scales: Floats, half: int, top: int) -> tuple[Floats, Floats]:
-    """Return integers [B, G] and the fp16 number [B, 1] of signed scales: the peak is -half."""
+    """Quantize signed scales: integers [B, G] and an fp16 factor [B, 1]; the peak becomes -half."""
     peaks = _find_peaks(scales, 1)[:, None]
     factor = np.float32(-half) * _invert(peaks)
     return _round(scales * factor, -half, top), _round_half(_invert(factor))
@@ -370,17 +379,19 @@ def _quantize_q6_k(blocks: Floats) -> Quantized:
 _TABLE = np.array(IQ4_NL_VALUES, np.float32)
 _HALVES = np.arange(-256, 256) / 2
 _NEAREST = np.searchsorted((_TABLE[1:] + _TABLE[:-1]) / 2, _HALVES, "right").astype(np.uint8)
-"""The index of the nearest value, by halves from -128 on: between values lie whole halves."""
+"""Index of the nearest table value for each half-integer from -128 on; midpoints between values are
+half-integers.
+"""
 
 
 def _look_up(values: Floats) -> NDArray[np.uint8]:
-    """Return the index of the nearest value of the table, of the upper one for a tie."""
+    """Return the index of the nearest table value; of the upper one for a tie."""
     halves = np.clip(np.floor(values * np.float32(2)), -256, 255).astype(np.int16)
     return _NEAREST[halves + np.int16(256)]
 
 
 def _search_table_scale(groups: Floats) -> Floats:
-    """Return the scale of each group whose codes are indices; errors weighted by squares."""
+    """Return the best scale of each group with table codes; errors are weighted by squares."""
     peaks = _find_peaks(groups, 0)
     is_empty = np.abs(peaks) < SMALLEST_PEAK
     safe = np.where(is_empty, np.float32(1), peaks)
@@ -434,6 +445,6 @@ _QUANTIZERS: dict[str, tuple[int, int, Callable[[Floats], Quantized]]] = {
     "IQ4_NL": (32, 18, _quantize_iq4_nl),
     "IQ4_XS": (256, 136, _quantize_iq4_xs),
 }
-"""Weights and bytes of a block, and what codes it."""
+"""Weights and bytes of a block, and the quantizing function, by type."""
 
 QUANTIZED_TYPES = tuple(_QUANTIZERS)

@@ -1,9 +1,9 @@
-"""GPTQ, as AutoGPTQ and GPTQModel store it.
+"""Codec of GPTQ checkpoints, as AutoGPTQ and GPTQModel store them.
 
 ``qweight`` int32 [K bits / 32, N], ``qzeros`` int32 [G, N bits / 32], ``scales`` [G, N] and
-``g_idx`` int32 [K], the group of each input. In the layout ``gptq`` a zero point is stored as one
-less than it is, in ``gptq_v2`` as itself. With ``desc_act`` inputs of a group lie anywhere: such
-weights have no format of ours and are read as values.
+``g_idx`` int32 [K], the group of each input. The layout ``gptq`` stores a zero point minus one,
+``gptq_v2`` the zero point itself. With ``desc_act`` a group's inputs may lie anywhere: no weight
+format holds such weights, so they are read as values.
 """
 
 import torch
@@ -20,7 +20,7 @@ __all__ = ["GptqCodec"]
 
 
 class GptqCodec(WordCodec):
-    """See the module."""
+    """Codec of GPTQ weights."""
 
     def _count_codes(self, name: str) -> tuple[int, int]:
         return 32 // find_scheme(self._quantization, name).bits, 1
@@ -54,7 +54,9 @@ class GptqCodec(WordCodec):
     def _read_order(
         self, stored: StoredTensors, stem: str, inputs: int, groups: int, scheme: Scheme
     ) -> Tensor | None:
-        """Return the group of each input; None for runs, which is what a format of ours has."""
+        """Return the group of each input; None if groups are consecutive, as weight formats
+        need.
+        """
         name = f"{stem}.g_idx"
         if name not in stored.entries and not scheme.is_ordered:
             return None

@@ -1,7 +1,7 @@
-"""Matrices of integer codes with scales and zero points: what GPTQ, AWQ and others come to.
+"""Matrices of integer codes with scales and zero points, as GPTQ, AWQ and others store them.
 
-``weight = scale * (code - zero)`` with unsigned codes. Values are computed in float32, a product
-each; codes are taken over as they are into a format of ours, whose scales and minima are fp16.
+``weight = scale * (code - zero)`` with unsigned codes. Values are computed in float32 with one
+product each; codes are converted unchanged to a weight format, whose scales and minima are fp16.
 
 Shapes: N outputs, K inputs, G groups.
 """
@@ -18,12 +18,14 @@ from tandem.kernels.weights.formats import LARGEST_FP16, QuantizedMatrix, Weight
 __all__ = ["IntegerMatrix", "split_bytes", "unpack_inputs", "unpack_outputs"]
 
 FP16_ROUNDING = 2.0**-11
-"""Relative error of a number that fp16 holds as a normal one."""
+"""Relative rounding error of a normal fp16 number."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerMatrix:
-    """Codes uint8 [N, K], scales float32 [N, G], zero points float32 [N, G], or one for all."""
+    """Integer codes uint8 [N, K], scales float32 [N, G], zero points float32 [N, G] or one
+    number.
+    """
 
     name: str
     """Name of the weight, for messages."""
@@ -32,12 +34,12 @@ class IntegerMatrix:
     scales: Tensor
     zeros: Tensor | float
     group_size: int
-    """Inputs of a group; the last one may have fewer."""
+    """Inputs of a group; the last group may have fewer."""
     group_ids: Tensor | None = None
-    """The group of each input, int64 [K]; None: inputs follow each other in groups."""
+    """Group of each input, int64 [K]; None: groups are consecutive."""
 
     def read_into(self, out: Tensor) -> None:
-        """Write the values, [N, K], rounded once to the dtype of ``out``.
+        """Write the decoded values [N, K], rounded once to the dtype of ``out``.
 
         Raises: ShapeError (``out`` has another shape).
         """
@@ -53,11 +55,12 @@ class IntegerMatrix:
         out.copy_((self.codes.float() - zeros) * self.scales[:, order])
 
     def pack(self, weight_format: WeightFormat) -> QuantizedMatrix:
-        """Return the codes in a format of as many bits whose groups divide these.
+        """Return the codes in a weight format of equally many bits whose group size divides this
+        one's.
 
         Raises:
-            CorruptionError: a zero point that is not the middle, in a format without minimum.
-            UnsupportedError: a scale or minimum beyond fp16.
+            CorruptionError: a zero point is not the middle, in a format without minimum.
+            UnsupportedError: a scale or minimum is beyond fp16.
         """
         size = weight_format.group_size or self.codes.shape[1]
         scales = self._spread(self.scales, size)
@@ -99,7 +102,7 @@ class IntegerMatrix:
             )
 
     def _spread(self, numbers: Tensor, size: int) -> Tensor:
-        """Return numbers of groups for each smaller group of ``size`` inputs in them."""
+        """Repeat numbers of groups for each smaller group of ``size`` inputs within them."""
         count = self.codes.shape[1] // size
         return numbers.repeat_interleave(max(1, self.group_size // size), 1)[:, :count]
 
@@ -112,9 +115,9 @@ def _recode(
     middle: int,
     size: int,
 ) -> Tensor:
-    """Choose the nearest codes again where fp16 holds a scale badly, as it is very small.
+    """Choose the nearest codes again for groups whose tiny scale fp16 represents badly.
 
-    Elsewhere the rounding of a scale moves no value by half a step, so codes stay.
+    For other groups the rounding of the scale moves no value by half a step, so codes stay.
     """
     rounded = scales.half().float()
     is_bad = (rounded - scales).abs() > FP16_ROUNDING * scales.abs()
@@ -135,7 +138,7 @@ def _recode(
 
 
 def split_bytes(words: Tensor, bits: int) -> Tensor:
-    """Return the codes in int32 words, the lowest bits first: uint8 [..., 32 / bits]."""
+    """Return the codes in int32 words, lowest bits first: uint8 [..., 32 / bits]."""
     data = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
     if bits == 8:
         return data
@@ -143,10 +146,10 @@ def split_bytes(words: Tensor, bits: int) -> Tensor:
 
 
 def unpack_inputs(words: Tensor, bits: int) -> Tensor:
-    """Return codes [N, K] of words [K bits / 32, N], in which inputs follow each other."""
+    """Return codes [N, K] of words [K bits / 32, N], which hold consecutive inputs."""
     return split_bytes(words, bits).permute(1, 0, 2).flatten(1)
 
 
 def unpack_outputs(words: Tensor, bits: int) -> Tensor:
-    """Return codes [N, R] of words [R, N bits / 32], in which outputs follow each other."""
+    """Return codes [N, R] of words [R, N bits / 32], which hold consecutive outputs."""
     return split_bytes(words, bits).flatten(1).t().contiguous()

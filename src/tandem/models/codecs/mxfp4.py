@@ -1,7 +1,7 @@
-"""OCP microscaling floats of 4 bits, as gpt-oss's checkpoints store their experts.
+"""Codec of OCP microscaling 4-bit floats (mxfp4), as gpt-oss checkpoints store their experts.
 
-``{name}_blocks``, uint8 [E, N, K / 32, 16], and ``{name}_scales``, uint8 [E, N, K / 32], are
-experts whose values the skeleton has inputs first, [E, K, N].
+``{name}_blocks``, uint8 [E, N, K / 32, 16], and ``{name}_scales``, uint8 [E, N, K / 32];
+transformers' model has these experts with inputs first, [E, K, N].
 """
 
 import torch
@@ -22,23 +22,23 @@ GROUP_SIZE = 32
 """Inputs that share a scale."""
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-"""The values of the codes of a positive float of 4 bits."""
+"""Values of the positive 4-bit float codes."""
 
 HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
-"""Codes of half of each positive float, rounded to even; of 1.5 it is 0.75, which becomes 1."""
+"""Codes of half of each positive float, rounded to even; half of 1.5 is 0.75, which becomes 1."""
 
 
 class Mxfp4Codec:
-    """See the module, and ``tandem.models.codecs.codec.Codec``."""
+    """Codec of mxfp4 experts."""
 
     is_exact: bool = True
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Return True if there are blocks of ``name``."""
+        """Return True if the checkpoint has blocks of ``name``."""
         return f"{name}{BLOCKS}" in stored.entries
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
-        """Return all weights in this format."""
+        """Return all weights in this format, with the shapes of their values."""
         shapes = {
             name.removesuffix(BLOCKS): entry.shape
             for name, entry in stored.entries.items()
@@ -47,12 +47,12 @@ class Mxfp4Codec:
         return {n: (e, groups * GROUP_SIZE, rows) for n, (e, rows, groups, _) in shapes.items()}
 
     def tell(self, name: str) -> str:
-        """Return the scheme of a weight in words."""
+        """Return a description of a weight's scheme."""
         del name
         return "mxfp4"
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode experts [E, K, N], exactly in float32 and bfloat16."""
+        """Decode experts [E, K, N] into ``out``, exactly in float32 and bfloat16."""
         count, inputs, outputs = out.shape
         blocks, scales = self._view(stored, name, (count, outputs, inputs // GROUP_SIZE))
         # Experts are decoded one at a time, because float32 values take eight times the memory of
@@ -61,16 +61,16 @@ class Mxfp4Codec:
             out_KN.copy_(decode_mxfp4(codes, exponents).t())
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return mxfp4."""
+        """Return the weight format mxfp4."""
         del stored, name
         return find_format("mxfp4")
 
     def read_packed(
         self, stored: StoredTensors, name: str, expert_id: int | None
     ) -> QuantizedMatrix:
-        """Return the codes [N, K] of an expert.
+        """Return the codes [N, K] of one expert.
 
-        Raises: ShapeError (no expert was named).
+        Raises: ShapeError (``expert_id`` is None).
         """
         shape = stored.entries[f"{name}{BLOCKS}"].shape
         blocks, exponents = self._view(stored, name, shape[:3])
@@ -82,13 +82,13 @@ class Mxfp4Codec:
     def _view(
         self, stored: StoredTensors, name: str, shape: tuple[int, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Return blocks [..., G, 16] and exponents [..., G]."""
+        """Return blocks [..., G, 16] and exponents [..., G] of a weight."""
         blocks = stored.view(f"{name}{BLOCKS}", BYTES, (*shape, GROUP_SIZE // 2))
         return blocks, stored.view(f"{name}{SCALES}", BYTES, shape)
 
 
 def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> QuantizedMatrix:
-    """Return the codes of blocks [N, G, 16] with exponents [N, G] in mxfp4."""
+    """Return the codes of blocks [N, G, 16] with exponents [N, G] as mxfp4."""
     codes = unpack_nibbles(blocks)
     tiny = exponents == 0
     if tiny.any():
@@ -103,16 +103,17 @@ def pack_mxfp4(blocks: Tensor, exponents: Tensor) -> QuantizedMatrix:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Return the codes of bytes that hold two each, the first in the low half; [..., 2 n]."""
+    """Return the codes of bytes with two codes each, the low half first; [..., 2 n]."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def decode_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
-    """Return the float32 weights of OCP microscaling blocks, [N, K].
+    """Return the float32 weights [N, K] of OCP microscaling blocks.
 
     Args:
-        blocks: uint8 [N, K / 32, 16]: byte i holds input 2 i in its low half, 2 i + 1 in its high.
-        exponents: uint8 [N, K / 32]: e8m0, so 127 is a scale of 1, and 255 is NaN.
+        blocks: uint8 [N, K / 32, 16]; byte i holds input 2 i in its low half, 2 i + 1 in its high
+            half.
+        exponents: uint8 [N, K / 32] in e8m0: 127 is a scale of 1, 255 is NaN.
     """
     codes = unpack_nibbles(blocks).int()
     values = torch.where(codes >= 8, -E2M1[codes & 7], E2M1[codes & 7])
@@ -120,7 +121,7 @@ def decode_mxfp4(blocks: Tensor, exponents: Tensor) -> Tensor:
 
 
 def _make_scales(exponents: Tensor) -> Tensor:
-    """By their bits, which are a float's own exponent; torch's powers need not be exact."""
+    """Return powers of two as floats, built from bits since torch's powers need not be exact."""
     bits = exponents.int() << 23
     bits[exponents == 0] = 1 << 22
     bits[exponents == 255] = 0x7FC0_0000

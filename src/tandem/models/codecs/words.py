@@ -1,4 +1,4 @@
-"""The common part of formats whose codes lie in ``qweight``, words of 32 bits: GPTQ and AWQ."""
+"""Common part of formats whose codes lie in 32-bit words named ``qweight``: GPTQ and AWQ."""
 
 from abc import ABC, abstractmethod
 
@@ -20,9 +20,9 @@ __all__ = ["WordCodec"]
 
 
 class WordCodec(ABC):
-    """See ``tandem.models.codecs.codec.Codec``.
+    """Base of codecs whose codes lie in a ``qweight`` of 32-bit words.
 
-    A format says how many codes its words hold along each dimension, and reads a matrix.
+    A subclass tells how many codes a word holds along each dimension, and reads a matrix.
     """
 
     is_exact: bool = False
@@ -32,20 +32,20 @@ class WordCodec(ABC):
 
     @abstractmethod
     def _count_codes(self, name: str) -> tuple[int, int]:
-        """Return how many inputs, and how many outputs, a word of a weight holds."""
+        """Return how many inputs and how many outputs a word of a weight holds."""
 
     @abstractmethod
     def _read(
         self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None
     ) -> IntegerMatrix:
-        """Read a weight, of this shape [N, K] if one is given."""
+        """Read a weight; its shape must be ``shape`` [N, K] if that is given."""
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Return True if there is a ``qweight``."""
+        """Return True if the checkpoint has a ``qweight`` of the weight."""
         return f"{split_name(name)}.qweight" in stored.entries
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
-        """Return all weights in this format."""
+        """Return all weights in this format, with the shapes of their values."""
         found: dict[str, tuple[int, ...]] = {}
         for name in stored.entries:
             if not name.endswith(".qweight"):
@@ -57,15 +57,15 @@ class WordCodec(ABC):
         return found
 
     def tell(self, name: str) -> str:
-        """Return the scheme of a weight in words."""
+        """Return a description of a weight's scheme."""
         return str(find_scheme(self._quantization, name))
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K]."""
+        """Decode a weight [N, K] into ``out``."""
         self._read(stored, name, tuple(out.shape)).read_into(out)
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return the integer format that holds the codes."""
+        """Return the integer weight format that can hold the codes; None if there is none."""
         shape = stored.entries[f"{split_name(name)}.qweight"].shape
         scheme = find_scheme(self._quantization, name)
         return scheme.find_format(shape[0] * self._count_codes(name)[0]) if shape else None

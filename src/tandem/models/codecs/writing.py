@@ -1,8 +1,9 @@
-"""Coding matrices for checkpoints: compressed-tensors for integers, DeepSeek's blocks for fp8.
+"""Quantization of matrices for checkpoints: compressed-tensors for integers, DeepSeek's blocks for
+fp8.
 
-Formats without minimum are coded as our packer codes them, so that a checkpoint that was written
-and one that is packed while it loads are the same model. Formats with minimum have integer zero
-points, as files cannot hold a minimum.
+Formats without minimum are quantized as our packer does, so that a written checkpoint and one
+packed while loading are the same model. Formats with minimum get integer zero points, as files
+cannot hold a minimum.
 """
 
 import re
@@ -20,35 +21,37 @@ __all__ = ["CODED_PARTS", "Encoder", "make_encoder"]
 CODED_PARTS = re.compile(
     r"\.(input_scale|input_zero_point|input_global_scale|[kvq]_scale|kv_scale|output_scale)$"
 )
-"""Tensors that say something about codes and are of no use beside values."""
+"""Tensors that describe quantized codes or activations and are useless beside plain values."""
 
 Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class Encoder(Protocol):
-    """Codes matrices [N, K] for a file."""
+    """Quantization of matrices [N, K] for a checkpoint file."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise UnsupportedError where a matrix cannot be coded."""
+        """Check that a matrix can be quantized. Raises: UnsupportedError."""
         ...
 
     def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
-        """Return dtype and shape of what ``encode`` gives, by the last word of the name."""
+        """Return dtype and shape of each tensor that ``encode`` returns, by the last part of its
+        name.
+        """
         ...
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of a matrix of float32 values."""
+        """Quantize a matrix of float32 values; return its tensors."""
         ...
 
     def describe(self, plain: list[str]) -> dict[str, Any]:
-        """Return the ``quantization_config``; ``plain`` are the modules that are not coded."""
+        """Return the ``quantization_config``; ``plain`` are the modules that are not quantized."""
         ...
 
 
 def make_encoder(weight_format: WeightFormat) -> Encoder | None:
-    """Return what codes for a format; None for bf16.
+    """Return the encoder of a format; None for bf16.
 
-    Raises: UnsupportedError (no layout of checkpoints has this format).
+    Raises: UnsupportedError (no checkpoint layout has this format).
     """
     if weight_format.bits == 16:
         return None
@@ -69,17 +72,17 @@ def make_encoder(weight_format: WeightFormat) -> Encoder | None:
 
 
 class Fp8Encoder:
-    """e4m3 with a scale for each block of 128 x 128."""
+    """Encoder to e4m3 with a scale for each block of 128 x 128."""
 
     def __init__(self, weight_format: WeightFormat) -> None:
         self._format = weight_format
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """See ``Encoder``: any matrix can."""
+        """Accept any matrix."""
         del name, shape
 
     def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
-        """See ``Encoder``."""
+        """Return dtype and shape of ``weight`` and ``weight_scale_inv``."""
         grid = (-(-shape[0] // BLOCK_ROWS), -(-shape[1] // self._format.group_size))
         return {
             "weight": (torch.float8_e4m3fn, shape),
@@ -87,13 +90,13 @@ class Fp8Encoder:
         }
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
-        """See ``Encoder``."""
+        """Quantize a matrix to e4m3 codes and block scales."""
         coded = quantize(values.numpy(), self._format)
         codes = torch.from_numpy(coded.codes).view(torch.float8_e4m3fn)
         return {"weight": codes, "weight_scale_inv": torch.from_numpy(coded.scales)}
 
     def describe(self, plain: list[str]) -> dict[str, Any]:
-        """See ``Encoder``."""
+        """Return DeepSeek's ``quantization_config`` for fp8 blocks."""
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -104,30 +107,30 @@ class Fp8Encoder:
 
 
 class Fp8RowEncoder:
-    """float-quantized of compressed-tensors: e4m3 with a scale for each output."""
+    """Encoder to e4m3 with a scale for each output: compressed-tensors' float-quantized."""
 
     def __init__(self, weight_format: WeightFormat) -> None:
         self._format = weight_format
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """See ``Encoder``: any matrix can."""
+        """Accept any matrix."""
         del name, shape
 
     def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
-        """See ``Encoder``."""
+        """Return dtype and shape of ``weight`` and ``weight_scale``."""
         return {
             "weight": (torch.float8_e4m3fn, shape),
             "weight_scale": (torch.float32, (shape[0], 1)),
         }
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
-        """See ``Encoder``."""
+        """Quantize a matrix to e4m3 codes and scales of outputs."""
         coded = quantize(values.numpy(), self._format)
         codes = torch.from_numpy(coded.codes).view(torch.float8_e4m3fn)
         return {"weight": codes, "weight_scale": torch.from_numpy(coded.scales)}
 
     def describe(self, plain: list[str]) -> dict[str, Any]:
-        """See ``Encoder``."""
+        """Return compressed-tensors' ``quantization_config`` for fp8 with a scale per output."""
         weights = {
             "num_bits": 8,
             "type": "float",
@@ -139,14 +142,14 @@ class Fp8RowEncoder:
 
 
 class IntegerEncoder:
-    """pack-quantized of compressed-tensors."""
+    """Encoder to integer codes: compressed-tensors' pack-quantized."""
 
     def __init__(self, weight_format: WeightFormat) -> None:
         self._format = weight_format
         self._per_word = 32 // weight_format.bits
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """See ``Encoder``: whole groups of inputs."""
+        """Check that the inputs are whole groups. Raises: UnsupportedError."""
         size = self._format.group_size
         if size and shape[1] % size:
             raise UnsupportedError(
@@ -159,7 +162,7 @@ class IntegerEncoder:
         return inputs // self._format.group_size if self._format.group_size else 1
 
     def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
-        """See ``Encoder``."""
+        """Return dtype and shape of codes, scales, shape and zero points."""
         outputs, inputs = shape
         groups = self._count_groups(inputs)
         tensors: Tensors = {
@@ -173,7 +176,7 @@ class IntegerEncoder:
         return tensors
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
-        """See ``Encoder``."""
+        """Quantize a matrix to packed codes, scales and zero points."""
         if self._format.has_minimum:
             codes, scales, zeros = self._code_with_zeros(values)
         else:
@@ -189,7 +192,9 @@ class IntegerEncoder:
         return tensors
 
     def _code_with_zeros(self, values: Tensor) -> tuple[Any, Any, Any]:
-        """Return codes [N, K], fp16 scales [N, G] and integer zero points [N, G]."""
+        """Quantize with zero points; return codes [N, K], fp16 scales and integer zero points [N,
+        G].
+        """
         levels = 2**self._format.bits - 1
         groups = values.unflatten(1, (self._count_groups(values.shape[1]), -1))
         # The range of each group is widened to include zero, so that the zero point is a valid
@@ -207,7 +212,9 @@ class IntegerEncoder:
         return codes.numpy(), scales.numpy(), zeros.to(torch.uint8).numpy()
 
     def _pack(self, codes: Any) -> Tensor:
-        """Return words int32 [R, ceil(C / per word)] of codes [R, C], the first in the low bits."""
+        """Pack codes [R, C] into int32 words [R, ceil(C / per word)], the first code in the low
+        bits.
+        """
         rows, columns = codes.shape
         padded = np.zeros((rows, -(-columns // self._per_word) * self._per_word), np.uint8)
         padded[:, :columns] = codes
@@ -216,7 +223,7 @@ class IntegerEncoder:
         return torch.from_numpy(np.ascontiguousarray(padded).view("<i4"))
 
     def describe(self, plain: list[str]) -> dict[str, Any]:
-        """See ``Encoder``."""
+        """Return compressed-tensors' ``quantization_config`` for integer codes."""
         size = self._format.group_size
         weights = {
             "num_bits": self._format.bits,
@@ -230,7 +237,7 @@ class IntegerEncoder:
 
 
 def _describe_compressed(layout: str, weights: dict[str, Any], plain: list[str]) -> dict[str, Any]:
-    """Return a ``quantization_config`` of compressed-tensors with one kind of weights."""
+    """Return a compressed-tensors ``quantization_config`` with one scheme for all weights."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     return {
         "quant_method": "compressed-tensors",

@@ -1,7 +1,8 @@
-"""Model families: the gate that reads a configuration, the registry, and what is special to one.
+"""Model families: the gate that checks a configuration, the registry, and special traits of
+families.
 
 Operators are found by the roles of modules (``tandem.models.planning.roles``), so a family whose
-layers have the common shape needs no file here.
+layers have the usual shape needs no module here.
 """
 
 from tandem.models.families.gate import Checkpoint, head_dim_of, open_checkpoint, read_json

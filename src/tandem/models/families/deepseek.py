@@ -1,8 +1,8 @@
-"""DeepSeek-V2, V3, V3.2, Kimi-K2 and GLM-5: what their configurations must say.
+"""DeepSeek-V2, V3, V3.2, Kimi-K2 and GLM-5: conditions on their configurations.
 
 Attention, routers, groups and shared experts are found by their parts like those of other families.
-Kimi-K2 is V3's architecture under a name of its own; its published configuration names code to run,
-which is not run.
+Kimi-K2 is V3's architecture under another name; its published configuration names Python code of
+its own, which is never run.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from tandem.models.families.refused import WITH_INDEX
 __all__ = ["find_problem", "has_interleaved_index", "has_interleaved_latents"]
 
 MAX_INDEX_HEADS = 128
-"""Heads of an index whose scores the native kernel sums."""
+"""Most heads of an index whose scores the native kernel can sum."""
 MAX_CHOSEN = 1 << 16
 TOP_K_METHODS = {
     "deepseek_v2": ("greedy", "group_limited_greedy"),
@@ -21,12 +21,13 @@ TOP_K_METHODS = {
     "glm_moe_dsa": ("noaux_tc",),
     "kimi_k2": ("noaux_tc",),
 }
-"""Ways in which routers may choose, by the ``model_type`` of the file; transformers' V3 knows one
-way."""
+"""Routing methods that are supported, by the file's ``model_type``; transformers' V3 implements
+only one.
+"""
 
 
 def find_problem(config: Any) -> tuple[str, str] | None:
-    """Return (field, what) of a configuration that does not run; None: nothing."""
+    """Return (field, problem) of a configuration that is not supported; None: it is supported."""
     method = getattr(config, "topk_method", None)
     known = TOP_K_METHODS[config.model_type]
     if method is not None and method not in known:
@@ -60,12 +61,12 @@ def _find_index_problem(config: Any) -> tuple[str, str] | None:
 
 
 def has_interleaved_latents(config: Any) -> bool:
-    """Return True if rotated items are stored as pairs of neighbours; V3's configuration may say
-    no.
+    """Return True if rotated items of MLA are stored as pairs of neighbours; V3's configuration
+    tells.
     """
     return config.model_type in WITH_INDEX or bool(getattr(config, "rope_interleave", True))
 
 
 def has_interleaved_index(config: Any) -> bool:
-    """Return True if an index's rotated items are stored as pairs of neighbours: GLM-5's are."""
+    """Return True if an index's rotated items are stored as pairs of neighbours, as in GLM-5."""
     return config.model_type == "glm_moe_dsa"

@@ -1,8 +1,8 @@
-"""The gate before any weight: what a configuration must say to be run here.
+"""The gate before any weight is read: the conditions that a configuration must meet.
 
-A configuration that asks for something no operator here does (another architecture, another
-activation, an unknown quantization or RoPE) is refused by name. What passes is described by a
-``ModelSpec``; transformers' own config class fills the defaults, so that both agree.
+A configuration that needs something that no operator does (another architecture, another
+activation, an unknown quantization or RoPE) is refused with the field's name. An accepted one is
+described by a ``ModelSpec``; transformers' own config class fills in defaults, so that both agree.
 """
 
 import difflib
@@ -41,7 +41,7 @@ __all__ = [
 
 MAX_JSON_BYTES = 16 << 20
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
-"""Beyond these a configuration is broken, not large; they bound what we allocate for it."""
+"""Largest plausible sizes: a configuration beyond them is broken; they bound our allocations."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 LAYER_TYPES = (
@@ -56,13 +56,15 @@ LAYER_TYPES = (
 )
 
 MODELS_PAGE = "docs/reference/models.md"
-"""Generated from the tables here."""
+"""Page of supported models, generated from the tables in this module."""
 SPECIAL_METHODS = ("mxfp4",)
-"""Quantizations that a family must name in its ``expert_formats``."""
+"""Quantization methods that a family must list in its ``expert_formats``."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Under which names configurations tell the number of routed experts."""
+"""Names under which configurations store the number of routed experts."""
 CLOSE_NAME = 0.6
-"""From this ratio of difflib on, two names are kin: qwen2 and qwen3 are, bert and llama are not."""
+"""difflib ratio from which two names count as similar: qwen2 and qwen3 are, bert and llama
+are not.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +72,13 @@ class Checkpoint:
     """A checkpoint whose configuration was read and accepted."""
 
     folder: Path
-    """Its folder, or its GGUF file."""
+    """Folder of the checkpoint, or its GGUF file."""
     config: Any
     """transformers' configuration object."""
     spec: ModelSpec
-    """Without what only the modules tell; ``tandem.models.planning.roles`` completes it."""
+    """Description from the configuration alone; ``tandem.models.planning.roles`` completes it."""
     quantization: Quantization | None = None
-    """The coding of its weights; None = they are not."""
+    """Quantization of the weights; None: they are not quantized."""
 
 
 def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
@@ -86,7 +88,7 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
         NotFoundError: no such folder or snapshot, or no ``config.json`` in it.
         CorruptionError: a JSON file does not parse.
         ConfigError: a value is missing or out of bounds.
-        UnsupportedError: nothing here runs it; the text says what and why.
+        UnsupportedError: the model is not supported; the text says what and why.
     """
     path = resolve_folder(path_or_id)
     refuse_foreign_files(path)
@@ -103,9 +105,9 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
 
 
 def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Return where the weights are, the configuration, and that of generation.
+    """Return the weights' place, the configuration, and the generation configuration.
 
-    A folder's own files go before the metadata of a GGUF file in it.
+    A folder's own files have precedence over the metadata of a GGUF file in it.
     """
     config = path / "config.json"
     if path.is_dir() and config.is_file():
@@ -125,11 +127,11 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
 
 
 FLOAT_KEY = "__float__"
-"""The only key of the object that transformers writes for a number that JSON does not have."""
+"""Only key of the object that transformers writes for numbers that JSON lacks, such as infinity."""
 
 
 def _restore_floats(value: Any) -> Any:
-    """Return a JSON value in which such objects are the numbers they stand for."""
+    """Replace transformers' objects for infinities and NaN in a JSON value by these numbers."""
     if isinstance(value, list):
         return [_restore_floats(item) for item in value]
     if not isinstance(value, dict):
@@ -171,7 +173,9 @@ def _refuse_bound(name: str, value: object, most: int) -> ConfigError:
 
 
 def _find_nearest(model_type: str, raw: dict[str, Any]) -> Family:
-    """Return the family that is most like a model: with experts or without, then by name."""
+    """Return the supported family most similar to a model: with experts or without, then by
+    name.
+    """
     inner = raw.get("text_config")
     places = [raw, inner] if isinstance(inner, dict) else [raw]
     counts = [place.get(name) for place in places for name in EXPERT_COUNTS]
@@ -263,7 +267,7 @@ REQUIRED = (
     "max_position_embeddings",
     "rope_parameters",
 )
-"""Fields that the configuration of a decoder with rotary positions and grouped heads has."""
+"""Fields that a decoder's configuration must have."""
 
 
 def _require_decoder(config: Any, family: Family, raw: dict[str, Any]) -> None:
@@ -324,14 +328,16 @@ def _check_config(config: Any, family: Family, raw: dict[str, Any]) -> None:
 
 
 def take_layer(config: Any) -> Any:
-    """Return a configuration whose fields can be read: itself, or that of its last layer."""
+    """Return a configuration whose fields can be read: itself, or its last layer's if layers
+    differ.
+    """
     if not getattr(config, "is_heterogeneous", False):
         return config
     return config.per_layer_config[config.num_hidden_layers - 1]
 
 
 def _is_even(config: Any) -> bool:
-    """Return True if layers of a type have the same fields."""
+    """Return True if layers of the same type have the same fields."""
     if not getattr(config, "is_heterogeneous", False):
         return True
     if not config.per_layer_attributes <= set(UNEVEN_BY_TYPE.get(config.model_type, ())):
@@ -420,7 +426,7 @@ def _check_layer_bounds(config: Any) -> None:
 
 
 def head_dim_of(config: Any) -> int:
-    """Return the size of a head; not every configuration states it."""
+    """Return the size of a head, computed if the configuration does not state it."""
     stated = getattr(config, "head_dim", None)
     return config.hidden_size // config.num_attention_heads if stated is None else stated
 
@@ -458,12 +464,12 @@ def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any
 
 
 def _find_intermediate(config: Any) -> int:
-    """Return the size of a dense MLP; of a class that has none, of the experts that all use."""
+    """Return the width of a dense MLP; for a model without one, of its shared or routed experts."""
     names = ("intermediate_size", "shared_expert_intermediate_size", "moe_intermediate_size")
     return next(size for name in names if (size := getattr(config, name, None)))
 
 
 def _name_rope(ropes: dict[str, Any]) -> str:
-    """Return the type of a model's RoPE; of several, all different ones."""
+    """Return the type of a model's RoPE; if there are several, all distinct ones."""
     places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
     return " and ".join(dict.fromkeys(place.get("rope_type", "default") for place in places))

@@ -3,7 +3,7 @@
 __all__ = ["EXPERT_FORMATS", "PAIR_BLOCKS"]
 
 EXPERT_FORMATS = ("mxfp4",)
-"""``quant_method`` of checkpoints whose experts ``WeightSource`` decodes."""
+"""Values of ``quant_method`` for checkpoints whose experts ``WeightSource`` decodes."""
 
 PAIR_BLOCKS = ("GptOssMLP", "Llama4TextMoe")
-"""The MoE blocks whose ``forward`` returns something of the router beside its output."""
+"""MoE block classes whose ``forward`` returns the router's result beside the output."""

@@ -1,6 +1,6 @@
-"""Kimi-Linear: what its configuration must say.
+"""Kimi-Linear: conditions on its configuration.
 
-Published files name code to run, which is not run: transformers has the class.
+Published files name Python code of their own, which is never run; transformers' class is used.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ ONLY = {
     "moe_router_activation_func": "sigmoid",
     "tie_word_embeddings": False,
 }
-"""Fields that transformers' class does not read, and the values that it computes."""
+"""Fields that transformers' class ignores, with the only values that it implements."""
 
 
 def find_problem(config: Any) -> tuple[str, str] | None:
-    """Return (field, what) of a configuration that does not run; None: nothing."""
+    """Return (field, problem) of a configuration that is not supported; None: it is supported."""
     for name, value in ONLY.items():
         stated = getattr(config, name, None)
         if stated not in (None, value):

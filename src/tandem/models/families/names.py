@@ -1,11 +1,11 @@
-"""Checkpoints whose tensors have other names than the modules of transformers.
+"""Readers for checkpoints whose tensor names differ from those of transformers' modules.
 
-transformers knows the names of each family's checkpoints, and renames them by patterns. Beside
-those, Mixtral's hub checkpoints call an expert's matrices ``w1``, ``w3`` and ``w2``; models that
-also take images call their decoder ``model.language_model``; OLMo's hybrids call norms of layers
-otherwise; they and Kimi-Linear have a convolution for each of queries, keys and values. A model
-that classifies calls its head ``score``. Models that give embeddings are often stored without their
-head, and their names without ``model.``.
+transformers knows the names of each family's checkpoints and renames them by patterns. In addition,
+Mixtral's hub checkpoints call an expert's matrices ``w1``, ``w3`` and ``w2``; models that take
+images call their decoder ``model.language_model``; OLMo's hybrids have other names for layer norms;
+they and Kimi-Linear store a convolution each for queries, keys and values. Classifiers call their
+head ``score``. Embedding models are often stored without their head and without the prefix
+``model.``.
 """
 
 import re
@@ -41,7 +41,7 @@ IMAGE_PARTS = (
     "model.audio_tower.",
     "model.embed_audio.",
 )
-"""Prefixes of tensors of what sees images, or hears, beside a decoder."""
+"""Prefixes of tensors that process images or sound beside a decoder."""
 HYBRID_NORMS = {
     ".input_layernorm.": ".attention_layer_norm.",
     ".post_attention_layernorm.": ".feedforward_layer_norm.",
@@ -52,11 +52,11 @@ _MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
 class RenamedReader:
-    """A ``WeightReader`` that is asked for modules of transformers.
+    """A ``WeightReader`` that translates transformers' module names to the checkpoint's names.
 
     Args:
-        reader: has the tensors.
-        rename: gives the checkpoint's name of a module's tensor, or of a prefix of such names.
+        reader: reads the checkpoint's tensors.
+        rename: returns the checkpoint's name for a module's tensor name, or for a prefix of names.
     """
 
     def __init__(self, reader: WeightReader, rename: Callable[[str], str]) -> None:
@@ -67,39 +67,39 @@ class RenamedReader:
         self.execution = reader.execution
 
     def has(self, name: str) -> bool:
-        """See ``WeightReader``."""
+        """Return True if the checkpoint has the tensor under its own name."""
         return self._reader.has(self._rename(name))
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """See ``WeightReader``."""
+        """Read a tensor under its checkpoint name."""
         self._reader.read_into(self._rename(name), out, shard)
 
     def find_storage(self, name: str) -> str:
-        """See ``WeightReader``."""
+        """Return how the checkpoint stores the tensor."""
         return self._reader.find_storage(self._rename(name))
 
     def find_format(self, name: str) -> WeightFormat | None:
-        """See ``WeightReader``."""
+        """Return the weight format of the tensor's codes; None if there is none."""
         return self._reader.find_format(self._rename(name))
 
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
-        """See ``WeightReader``."""
+        """Return the tensor's codes."""
         return self._reader.read_packed(self._rename(name), expert_id, shard)
 
     def skip(self, prefix: str) -> None:
-        """See ``WeightReader``."""
+        """Mark tensors under a renamed prefix as used."""
         self._reader.skip(self._rename(prefix))
 
 
 class ConvolutionReader(RenamedReader):
-    """A reader of checkpoints that store a convolution in three parts.
+    """A reader for checkpoints that store a convolution in three parts: queries, keys and values.
 
     Args:
-        reader: has the tensors.
-        entries: its tensors by name.
-        rename: as of ``RenamedReader``; the parts keep their names.
+        reader: reads the checkpoint's tensors.
+        entries: the checkpoint's tensors by name.
+        rename: as in ``RenamedReader``; the three parts keep their names.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class ConvolutionReader(RenamedReader):
         self._entries = entries
 
     def has(self, name: str) -> bool:
-        """See ``WeightReader``."""
+        """Return True if the checkpoint has the tensor, or the three parts of a convolution."""
         return super().has(name) or bool(self._find_parts(name))
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """See ``WeightReader``."""
+        """Read a tensor; a convolution is concatenated from its three parts."""
         parts = [] if shard is not None or super().has(name) else self._find_parts(name)
         sizes = [self._entries[part].shape[0] for part in parts]
         if not parts or sum(sizes) != len(out):
@@ -127,7 +127,7 @@ class ConvolutionReader(RenamedReader):
             super().read_into(part, own)
 
     def _find_parts(self, name: str) -> list[str]:
-        """Return the tensors that a convolution is made of; none for other names."""
+        """Return the names of a convolution's three parts; empty for other tensors."""
         if not name.endswith(CONVOLUTION):
             return []
         stem = name.removesuffix("conv1d.weight")
@@ -136,12 +136,14 @@ class ConvolutionReader(RenamedReader):
 
 
 CONVOLUTION = ".conv1d.weight"
-"""The end of the name of one that is made of ``q_conv1d``, ``k_conv1d`` and ``v_conv1d``."""
+"""Suffix of a convolution that is stored as ``q_conv1d``, ``k_conv1d`` and ``v_conv1d``."""
 FIRST_PART = ".q_conv1d.weight"
 
 
 def _list_renamings(model_type: str) -> list[tuple[str, str]]:
-    """Return the library's pairs (pattern of a checkpoint's name, what the module has instead)."""
+    """Return transformers' pairs of (pattern of a checkpoint's name, replacement in the
+    module's).
+    """
     mapping: Any = get_checkpoint_conversion_mapping(model_type)
     return [
         (rule.source_patterns[0], rule.target_patterns[0])
@@ -153,11 +155,11 @@ def _list_renamings(model_type: str) -> list[tuple[str, str]]:
 
 
 class MappedReader(RenamedReader):
-    """A reader of a checkpoint whose names the library maps to those of its modules.
+    """A reader for a checkpoint whose names transformers maps to those of its modules.
 
     Args:
-        reader: has the tensors.
-        stored: the checkpoint's name, by the module's.
+        reader: reads the checkpoint's tensors.
+        stored: checkpoint name by module's tensor name.
     """
 
     def __init__(self, reader: WeightReader, stored: Mapping[str, str]) -> None:
@@ -169,7 +171,7 @@ class MappedReader(RenamedReader):
         self._modules = dict(parts)
 
     def skip(self, prefix: str) -> None:
-        """See ``WeightReader``."""
+        """Mark the mapped tensors under a prefix as used."""
         for name, stored in self._stored.items():
             if name.startswith(prefix):
                 self._reader.skip(stored)
@@ -188,7 +190,7 @@ class MappedReader(RenamedReader):
 
 
 def _map_names(names: set[str], model_type: str) -> dict[str, str]:
-    """Return the checkpoint's names by those of the modules, as far as the library renames."""
+    """Return the checkpoint's names by the module names that transformers' renaming gives."""
     renamings = _list_renamings(model_type)
     stored: dict[str, str] = {}
     for name in names:
@@ -222,12 +224,12 @@ def _replace_start(name: str, start: str, by: str) -> str:
 def rename_reader(
     reader: WeightReader, entries: Mapping[str, TensorEntry], model_type: str
 ) -> WeightReader:
-    """Return a reader that takes the modules' names, whatever those of the checkpoint are.
+    """Return a reader that accepts the modules' names, whatever the checkpoint's names are.
 
     Args:
-        reader: of the checkpoint.
-        entries: its tensors by name.
-        model_type: of its configuration.
+        reader: reads the checkpoint's tensors.
+        entries: the checkpoint's tensors by name.
+        model_type: the configuration's model type.
     """
     known = set(entries)
     if "score.weight" in known:

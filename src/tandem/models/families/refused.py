@@ -1,7 +1,7 @@
-"""Models that are refused by name: requests keep more than KV, or the model is no text decoder.
+"""Models refused by name: their sequences keep more than KV, or they are no text decoders.
 
-A prefix cache that hands out KV without the state beside it would give wrong tokens, so such a
-model does not run until its state is kept with its blocks.
+A prefix cache that reuses KV without the state belonging to it would give wrong tokens, so such a
+model is refused until its state is stored with its blocks.
 """
 
 import re
@@ -10,14 +10,14 @@ from typing import Any
 __all__ = ["UNEVEN", "UNEVEN_BY_TYPE", "WITH_STATES", "find_refusal"]
 
 STATE_LAYERS = re.compile(r"linear|mamba|conv|recurrent|state|rwkv|delta|lightning")
-"""Words in ``layer_types`` of layers that are no attention over all earlier tokens."""
+"""Words in ``layer_types`` of layers that do not attend over all earlier tokens."""
 STATE_FIELDS = re.compile(
     r"^(ssm_|mamba_|linear_(attn|conv|num|key|value)|state_size$|conv_(kernel|L_cache)|lru_width"
     r"|time_step|rwkv|attn_layer_(period|indices|offset)$)"
 )
 INPUT_FIELDS = re.compile(r"^(vision|image|audio|speech|video)_\w*config$|^vision_tower$")
 WITH_INDEX = ("deepseek_v32", "glm_moe_dsa")
-"""Families whose attention chooses tokens by an index that runs here."""
+"""Families whose attention chooses tokens by an index that is supported."""
 INDEXED_FIELDS = ("index_topk", "index_n_heads")
 STATEFUL = {
     "falcon_mamba": "state-space layers",
@@ -32,31 +32,33 @@ STATEFUL = {
     "zamba2": "state-space layers",
 }
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid")
-"""Families whose layers with a state are gated delta rules, which run here."""
+"""Families whose stateful layers are gated delta rules, which are supported."""
 KIMI_DELTA = ("kimi_linear",)
-"""Families whose layers with a state are Kimi delta attention, which runs here."""
+"""Families whose stateful layers are Kimi delta attention, which is supported."""
 SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
-"""Families whose layers with a state are short convolutions, which run here."""
+"""Families whose stateful layers are short convolutions, which are supported."""
 STATE_SPACES = ("granitemoehybrid", "bamba", "nemotron_h")
-"""Families whose layers with a state are Mamba2's, which run here."""
+"""Families whose stateful layers are Mamba2, which is supported."""
 WITH_STATES = {
     **dict.fromkeys((*GATED_DELTA, *KIMI_DELTA), ("linear_attention",)),
     **dict.fromkeys(SHORT_CONVOLUTIONS, ("conv",)),
     **dict.fromkeys(STATE_SPACES, ("linear_attention", "mamba")),
 }
-"""The ``layer_types`` of layers with a state that runs here, by family."""
+"""Values of ``layer_types`` for supported stateful layers, by family."""
 UNEVEN_BY_TYPE = {
     "gemma4_text": ("head_dim", "num_key_value_heads"),
     "gemma4_unified_text": ("head_dim", "num_key_value_heads"),
 }
-"""Families whose types of layers differ in these fields, and no layer within a type."""
+"""Families in which these fields differ between layer types, but not within a type."""
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
-"""Sizes and switches of one layer alone, which no proof of a few layers would see."""
+"""Reason for refusing models with sizes and switches of single layers, which a proof with few
+layers would miss.
+"""
 BESIDE_KV = "keeps a state beside KV, which no prefix cache here holds"
 
 
 def find_refusal(raw: dict[str, Any]) -> tuple[str, str] | None:
-    """Return (field, why) of a configuration that cannot run, whatever its modules are."""
+    """Return (field, reason) of a configuration that cannot run, whatever its modules are."""
     model_type = raw.get("model_type")
     if raw.get("is_encoder_decoder"):
         return "is_encoder_decoder", f"{model_type} is an encoder-decoder: only decoders run here"

@@ -1,7 +1,7 @@
-"""The families that were proved in CI, and what is special to the few that differ.
+"""The families proved in CI, and the special traits of the few that need any.
 
-A family without a file of its own is a ``Family`` of defaults: its operators are found by the roles
-of its modules (``tandem.models.planning.roles``).
+A family without special traits is a ``Family`` of defaults: its operators are found by the roles of
+its modules (``tandem.models.planning.roles``).
 """
 
 from collections.abc import Callable
@@ -24,24 +24,27 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The special traits of a family; sizes are read off its modules."""
+    """Special traits of a family; sizes are read from its modules."""
 
     model_type: str
     config_type: str = ""
-    """The ``model_type`` of transformers that reads its configuration; empty is its own."""
+    """transformers' ``model_type`` that reads the family's configuration; empty: the
+    family's own.
+    """
     composite: str = ""
-    """The ``model_type`` of models of this decoder that also take images; only text runs. Where
-    several decoders have the same, that of the part for text says which it is."""
+    """``model_type`` of models with images that contain this decoder; only their text part runs. If
+    several decoders share it, the text part's own type decides.
+    """
     is_moe: bool = False
-    """True if it has routed experts: for the nearest family that a refusal names."""
+    """True if the family has routed experts; used to name the nearest family in a refusal."""
     expert_formats: tuple[str, ...] = ()
-    """Weight formats in which checkpoints may store experts, by ``quant_method``."""
+    """Values of ``quant_method`` in which checkpoints of the family may store experts."""
     find_problem: Callable[[Any], tuple[str, str] | None] | None = None
-    """Given transformers' configuration, returns (field, what) that does not run; None: nothing."""
+    """Function that returns (field, problem) of a configuration that is not supported, or None."""
 
     @property
     def architecture(self) -> str:
-        """The class of transformers that generates text; empty if it knows none."""
+        """Class of transformers that generates text; empty if there is none."""
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -55,7 +58,7 @@ class Family:
 
     @property
     def image_class(self) -> str:
-        """The class of transformers that also takes images; empty if there is none."""
+        """Class of transformers that also takes images; empty if there is none."""
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         )
@@ -65,7 +68,7 @@ class Family:
 
     @property
     def classifier(self) -> str:
-        """The class that has a head of labels instead; empty if transformers knows none."""
+        """Class of transformers with a classification head; empty if there is none."""
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
         )
@@ -120,20 +123,20 @@ FAMILIES = {
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }
-"""The families that CI proves, by ``model_type``."""
+"""Families that CI proves, by ``model_type``."""
 
 PROVED_WITH = "5.24"
-"""The version of transformers whose eager code CI compares with."""
+"""transformers version whose eager code CI compares with."""
 
 
 def take_decoder(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the text decoder that a configuration names, or has within it.
+    """Return the configuration of the text decoder that a configuration describes or contains.
 
-    The family is that of ``model_type``; of a model that also takes images, its decoder's. Where
-    transformers has no such type, the class in ``architectures`` or the auto map names a family
-    whose layers have a state.
+    The family is given by ``model_type``; for a model with images, by its decoder's. If
+    transformers does not know the type, the class in ``architectures`` or the auto map may name a
+    family with stateful layers.
 
-    Returns: ``raw`` itself where that changes nothing, or no family here is meant.
+    Returns: ``raw`` itself if nothing changes, or no supported family is meant.
     """
     name, inner = raw.get("model_type"), raw.get("text_config")
     families = [f for f in FAMILIES.values() if name and f.composite == name]
@@ -154,7 +157,7 @@ def take_decoder(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_classes(raw: dict[str, Any]) -> list[str]:
-    """Return the names of the classes that a configuration gives, whatever its values are."""
+    """Return the class names in a configuration, ignoring entries of other types."""
     listed, mapped = raw.get("architectures"), raw.get("auto_map")
     names = list(listed) if isinstance(listed, list) else []
     if isinstance(mapped, dict):
@@ -163,9 +166,10 @@ def _list_classes(raw: dict[str, Any]) -> list[str]:
 
 
 def _find_by_class(names: list[str]) -> Family | None:
-    """Return the family with states whose class, or that of its model with images, is named.
+    """Return the stateful family whose class, with or without images, is among the names.
 
-    Types of others are asked for by name: theirs are old enough that a new type is another model.
+    Other families are found by ``model_type`` only: those are old enough that an unknown type is
+    another model.
     """
     families = [FAMILIES[name] for name in WITH_STATES]
     return next(
@@ -174,7 +178,7 @@ def _find_by_class(names: list[str]) -> Family | None:
 
 
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText")
-"""Keys of an auto map, whose values end in a class; its code is never run."""
+"""Keys of an auto map, whose values end in a class name; their code is never run."""
 
 
 OF_THE_WHOLE = (
@@ -190,7 +194,7 @@ OF_THE_WHOLE = (
 
 
 def choose_auto_class(config: Any) -> Any:
-    """Return the class of transformers that makes the decoder of a configuration object."""
+    """Return transformers' auto class that builds the decoder of a configuration object."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -199,14 +203,14 @@ def choose_auto_class(config: Any) -> Any:
 
 
 def find_family(model_type: str) -> Family | None:
-    """Return the family of a ``model_type``; None where transformers knows no such decoder.
+    """Return the family of a ``model_type``; None if transformers knows no such decoder.
 
-    One that is not in ``FAMILIES`` has to be proved before its first model is loaded.
+    A family outside of ``FAMILIES`` must be proved before its first model is loaded.
     """
     family = FAMILIES.get(model_type) or Family(model_type=model_type)
     return family if family.architecture else None
 
 
 def classifies(config: Any) -> bool:
-    """Return whether a configuration's model has a head of labels instead of one of tokens."""
+    """Return True if a configuration's model has a classification head instead of an LM head."""
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())

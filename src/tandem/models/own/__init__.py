@@ -1,1 +1,1 @@
-"""Decoders that transformers' own modules run, each sequence with a cache object of its own."""
+"""Decoders that transformers' own modules run; each sequence has its own cache object."""

@@ -1,10 +1,10 @@
-"""The cache object of a sequence, fed so that its content depends on the sequence alone.
+"""The cache object of a sequence, fed so that its contents depend on the sequence alone.
 
-torch chooses the order of sums by sizes, so the pieces in which a cache object is fed decide its
-last bits. They are fixed: a prompt is fed from token 0 in pieces of one size and an end that is
-shorter, and then each token of the answer by itself, in whatever chunks the tokens come. What does
-not fill a piece yet waits. So a request gives the same bits alone and beside others, from a copy
-of a cache and after it was computed anew.
+torch chooses the order of sums by tensor sizes, so the pieces in which tokens are fed affect the
+last bits of a cache object. The pieces are therefore fixed: a prompt is fed from token 0 in pieces
+of one size and a shorter last one, then each token of the answer by itself, whatever chunks the
+tokens arrive in. Tokens that do not fill a piece wait. So a request gives the same bits alone and
+beside others, from a copy of a cache, and when recomputed.
 """
 
 import inspect
@@ -20,25 +20,27 @@ from tandem.core.errors import ShapeError, UnsupportedError
 __all__ = ["CacheSlots", "SequenceCache"]
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems")
-"""Names under which classes take their cache object and return it; 5.24 renamed several."""
+"""Argument names under which transformers' classes take and return their cache object; 5.24 renamed
+several.
+"""
 
 
 class SequenceCache:
-    """The cache object that a model makes for one sequence, and the tokens that wait to be fed."""
+    """A model's cache object for one sequence, and the tokens that wait to be fed to it."""
 
     def __init__(self) -> None:
         self.past: Any = None
-        """None before the first piece."""
+        """The model's cache object; None before the first piece."""
         self.num_fed = 0
         self.pending: list[int] = []
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that came."""
+        """Number of tokens received, fed or waiting."""
         return self.num_fed + len(self.pending)
 
     def copy(self) -> "SequenceCache":
-        """Return another one that shares no memory with this one."""
+        """Return a copy that shares no memory with this object."""
         other = SequenceCache()
         other.num_fed, other.pending = self.num_fed, [*self.pending]
         other.past = deepcopy(self.past)
@@ -47,14 +49,14 @@ class SequenceCache:
     def extend(
         self, model: Any, token_ids: list[int], *, piece: int, prompt_len: int, num_rows: int
     ) -> list[Tensor]:
-        """Take in the next tokens; return the logits of the last ``num_rows`` of them.
+        """Take the next tokens; return the logits of the last ``num_rows`` of them.
 
         Args:
-            model: transformers' own, in inference mode.
-            token_ids: that follow those that came.
+            model: transformers' model, in inference mode.
+            token_ids: tokens that follow those received so far.
             piece: tokens of a piece of the prompt.
             prompt_len: position of the first token of the answer.
-            num_rows: at most as many as there are tokens.
+            num_rows: number of logit rows, at most the number of tokens.
 
         Returns: tensors [rows, V], one after the other, in the model's dtype.
 
@@ -80,7 +82,7 @@ class SequenceCache:
         return rows
 
     def _find_size(self, piece: int, prompt_len: int) -> int:
-        """Return how many tokens are fed next."""
+        """Return the size of the next piece."""
         if self.num_fed >= prompt_len:
             return 1
         return min(piece - self.num_fed % piece, prompt_len - self.num_fed)
@@ -105,16 +107,16 @@ class SequenceCache:
 
 @cache
 def _list_arguments(kind: type) -> frozenset[str]:
-    """Return the names of the arguments that a class's ``forward`` takes."""
+    """Return the names of the arguments of a class's ``forward``."""
     forward: Any = getattr(kind, "forward")  # noqa: B009 - not known of a type
     return frozenset(inspect.signature(forward).parameters)
 
 
 class CacheSlots:
-    """The cache objects of running sequences, and copies of them that are kept, by slot.
+    """The cache objects of running sequences, and kept copies of them, by slot.
 
     Args:
-        num_slots: ids are 0 to ``num_slots - 1``.
+        num_slots: number of slots; ids are 0 to ``num_slots - 1``.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -124,7 +126,7 @@ class CacheSlots:
     def get(self, slot: int) -> SequenceCache:
         """Return the cache object in a slot.
 
-        Raises: ShapeError (there is none).
+        Raises: ShapeError (the slot is empty).
         """
         held = self._caches.get(slot)
         if held is None:
@@ -133,14 +135,16 @@ class CacheSlots:
         return held
 
     def clear(self, slot: int) -> None:
-        """Make a slot that of a sequence before its first token."""
+        """Put an empty cache object into a slot, for a sequence before its first token."""
         self._caches[slot] = SequenceCache()
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:
-        """Copy a slot to another. Raises: as ``get``."""
+        """Copy the cache object of a slot to another slot. Raises: ShapeError (``source`` is
+        empty).
+        """
         self._caches[target] = self.get(source).copy()
 
     def drop(self, slot: int) -> None:
-        """Free the memory of a slot that nobody goes on from."""
+        """Free the memory of a slot that no sequence will continue."""
         self._caches.pop(slot, None)

@@ -1,6 +1,6 @@
-"""The classes that the sweep of the tests found to be served by transformers' own modules.
+"""The model classes that the test sweep found to run by transformers' own modules.
 
-A record for the reference page, asserted by the slow tests; nothing is decided by it.
+A record for the reference page, checked by the slow tests; no decision depends on it.
 """
 
 __all__ = ["IN_PIECES", "WHOLE_PROMPTS"]
@@ -103,10 +103,12 @@ IN_PIECES = (
     "xmod",
     "zaya",
 )
-"""Names of configurations whose classes take a prompt in pieces; operators win where they can."""
+"""Model types whose classes can take a prompt in pieces; operators are preferred if they support
+the model.
+"""
 WHOLE_PROMPTS = (
     "falcon_mamba",
     "jamba",
     "mamba",
 )
-"""Those whose cache is right after a whole prompt alone, so that no prefix is taken up."""
+"""Model types whose cache is right only after a whole prompt, so prefixes cannot be reused."""

@@ -1,9 +1,9 @@
 """Routed experts of transformers' own modules, computed by our operators.
 
-Classes that operators do not run as a whole often have experts as all others do: two tensors for
-all of a layer, and a module that is told each token's choice and weights. Such a module is replaced
-by our kernels, which read each chosen expert once; its router stays what it is. Whether results are
-the same is for the proof to say, which runs a tiny model with the same replacement.
+Classes that our operators do not support as a whole often have experts in the usual form: two
+tensors for a layer's experts, and a module that takes each token's choices and weights. Such a
+module is replaced by our kernels, which read each chosen expert once; its router is kept. The proof
+of the model checks the results with a tiny model that has the same replacement.
 """
 
 import inspect
@@ -22,14 +22,14 @@ from tandem.models.planning.roles import is_experts
 __all__ = ["find_experts", "place_experts"]
 
 ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
-"""What a module of experts is called with, as our operator is."""
+"""Argument names of a module of experts, the same as those of our operator."""
 WEIGHTS = {"gate_up_proj", "down_proj"}
 FORMATS = {"float32": "f32", "bfloat16": "bf16"}
-"""Formats that lose nothing of a dtype."""
+"""Weight formats without loss, by the dtype of the weights."""
 
 
 def find_experts(modules: nn.Module) -> dict[str, ExpertsSpec]:
-    """Return the experts of a model that our operators compute, by path."""
+    """Return the specs of the experts that our operators can compute, by module path."""
     found: dict[str, ExpertsSpec] = {}
     for name, module in modules.named_modules():
         if not is_experts(module) or not _is_called_alike(module):
@@ -50,11 +50,11 @@ def _is_called_alike(module: nn.Module) -> bool:
 
 
 def place_experts(modules: nn.Module, dtype: str, pool: ThreadPool) -> int:
-    """Replace the experts that our operators compute, a layer at a time; return how many layers.
+    """Replace experts by our operators, a layer at a time; return the number of layers replaced.
 
     Args:
-        modules: with weights on the CPU.
-        dtype: that they are in.
+        modules: transformers' model, with weights on the CPU.
+        dtype: dtype of the weights.
         pool: runs the kernels; borrowed for the life of the model.
     """
     if dtype not in FORMATS:

@@ -1,4 +1,6 @@
-"""The gate of models that transformers' own modules run: what a folder must be and say."""
+"""The gate for models that transformers' own modules run: conditions on folder and
+configuration.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,19 @@ LENGTHS = (
     "model_max_length",
 )
 UNBOUNDED_CONTEXT = 32768
-"""Context of a class that states none."""
+"""Context length assumed for a class that states none."""
 
 
 def open_own(path_or_id: str | Path) -> Checkpoint:
-    """Read the configuration of a checkpoint that transformers' own modules are to run.
+    """Read the configuration of a checkpoint that transformers' own modules will run.
 
-    Code that a folder brings is never run.
+    Python code in the folder is never run.
 
     Raises:
-        NotFoundError, CorruptionError: as ``open_checkpoint``.
+        NotFoundError, CorruptionError: as for ``open_checkpoint``.
         ConfigError: transformers refuses the configuration.
-        UnsupportedError: transformers has no class of it that generates text; weights in codes.
+        UnsupportedError: transformers has no class for it that generates text; or weights are
+            quantized.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -74,7 +77,7 @@ def open_own(path_or_id: str | Path) -> Checkpoint:
 
 
 def find_class(config: Any) -> Any:
-    """Return the class of transformers that generates text for a configuration of ``open_own``."""
+    """Return transformers' class that generates text for a configuration of ``open_own``."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -85,7 +88,7 @@ def find_class(config: Any) -> Any:
 
 
 def _list_classes() -> set[str]:
-    """Return the names of all classes that generate text."""
+    """Return the names of all transformers classes that generate text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names: list[Any] = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()]
@@ -119,7 +122,9 @@ def _make_spec(name: str, config: Any, architecture: str, eos: object) -> ModelS
 
 
 def _find(config: Any, names: tuple[str, ...], default: int) -> int:
-    """Return the first field that is a number above 0; layers may differ, then there is none."""
+    """Return the first of the fields that is a positive number; a field that differs by layer is
+    skipped.
+    """
     for name in names:
         value = _read(config, name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

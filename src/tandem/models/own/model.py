@@ -1,4 +1,4 @@
-"""A model whose steps transformers' own modules compute, one sequence at a time."""
+"""A model that transformers' own modules compute, one sequence at a time."""
 
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,9 +25,9 @@ __all__ = ["OwnModel", "load_own"]
 
 
 class OwnModel:
-    """A decoder that transformers' own modules run; it stands in the place of a ``CausalModel``.
+    """A decoder that transformers' own modules run, with the interface of ``CausalModel``.
 
-    Not thread-safe: one step at a time. Made by ``load_own``. Attributes as of ``CausalModel``.
+    Not thread-safe: one step at a time. Made by ``load_own``. Attributes as in ``CausalModel``.
     """
 
     adapters = None
@@ -56,7 +56,7 @@ class OwnModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in memory; shared ones count once."""
+        """Bytes of all weights in memory; shared weights count once."""
         seen = {p.untyped_storage().data_ptr(): p for p in self.modules.parameters()}
         packed = sum(m.packed_bytes for m in self.modules.modules() if isinstance(m, Operator))
         return sum(p.untyped_storage().nbytes() for p in seen.values()) + packed
@@ -67,7 +67,9 @@ class OwnModel:
         sharing: KvSharing = "relaxed",
         windows: WindowLayout | None = None,
     ) -> KvIdentity:
-        """Return what decides which instances are the same model; no cache object is shared."""
+        """Return the identity by which instances recognise the same model; cache objects are never
+        shared.
+        """
         return KvIdentity(
             weights=self.weights_digest,
             config=self.plan.config,
@@ -89,7 +91,7 @@ class OwnModel:
         raise UnsupportedError("models.enable_adapters", what, field="model.adapter")
 
     def allocate_states(self, num_slots: int) -> CacheSlots:
-        """Return slots for cache objects; memory is taken as sequences grow."""
+        """Return slots for cache objects; memory is allocated as sequences grow."""
         return CacheSlots(num_slots)
 
     def project(self, hidden_RD: Tensor) -> Tensor:
@@ -97,20 +99,20 @@ class OwnModel:
         return hidden_RD.float()
 
     def forward(self, batch: PagedBatch, states: CacheSlots) -> Tensor:
-        """Run one step; return the wanted logits, float32 [R, V]. See ``compute_hidden``."""
+        """Run one step; return the wanted logits, float32 [R, V]."""
         return self.project(self.compute_hidden(batch, states))
 
     @torch.inference_mode()
     def compute_hidden(self, batch: PagedBatch, states: CacheSlots) -> Tensor:
-        """Run one step, a sequence after the other, and return the wanted logits.
+        """Run one step, sequence by sequence, and return the wanted logits.
 
         Args:
-            batch: the tokens; its blocks hold nothing.
-            states: with the cache objects of the batch's sequences.
+            batch: the tokens; its KV blocks are not used.
+            states: slots with the cache objects of the batch's sequences.
 
         Returns: [R, V] in the model's dtype; row r belongs to ``batch.logit_rows[r]``.
 
-        Raises: ShapeError (a sequence does not begin at token 0).
+        Raises: ShapeError (a slot is empty, as its sequence did not begin at token 0).
         """
         for slot in batch.fresh_slots:
             states.clear(slot)
@@ -133,19 +135,19 @@ class OwnModel:
 def load_own(
     plan: ModelPlan, pool: ThreadPool | None = None, progress: Progress | None = None
 ) -> OwnModel:
-    """Load a checkpoint into transformers' own modules, as their authors load it.
+    """Load a checkpoint into transformers' own modules, by transformers' own loader.
 
-    Only safetensors are read, and no code of the folder.
+    Only safetensors are read, and no Python code of the folder is run.
 
     Args:
-        plan: see ``plan_own``.
-        pool: hashes the weights and samples, kept; None = one of as many threads as the machine
-            allows.
+        plan: plan made by ``plan_own``.
+        pool: threads that hash the weights and sample, kept; None: a new pool with as many threads
+            as the machine allows.
         progress: ``progress(done_bytes, total_bytes, what)`` while the weights are hashed.
 
     Raises:
         NotFoundError: a file or a tensor of the checkpoint is missing.
-        ConflictError: the configuration is not the one that the plan was made of.
+        ConflictError: the configuration differs from the plan's.
         CorruptionError: a file is damaged, or a tensor has another shape.
     """
     checkpoint = open_own(plan.folder)

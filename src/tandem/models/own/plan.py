@@ -1,4 +1,6 @@
-"""The plan of a model that transformers' own modules run, and the choice between the two ways."""
+"""Plan of a model that transformers' own modules run, and the choice between them and our
+operators.
+"""
 
 from math import prod
 from pathlib import Path
@@ -29,23 +31,24 @@ __all__ = ["open_served", "plan_own", "plan_served"]
 
 CHOICE = FormatChoice(weight_format=NO_FORMAT, reason="transformers' own modules hold tensors")
 PIECE = 256
-"""Tokens of a piece of a prompt: as many as torch multiplies at nearly full speed."""
+"""Tokens of a piece of a prompt: enough for torch to multiply at nearly full speed."""
 MEASURED = (32, 96)
-"""Tokens after which the bytes of a cache object are counted."""
+"""Token counts at which the bytes of a cache object are measured."""
 
 
 def plan_served(
     path_or_id: str | Path, *, proof: ProofPolicy = "auto", **settings: Any
 ) -> ModelPlan:
-    """Plan a model by our operators, or, where these cannot run it, by transformers' own modules.
+    """Plan a model with our operators, or, if these do not support it, with transformers' own
+    modules.
 
     Args:
-        path_or_id: as of ``plan_model``.
-        proof: as of ``require_proof``.
-        **settings: of ``plan_model``.
+        path_or_id: as for ``plan_model``.
+        proof: as for ``require_proof``.
+        **settings: further arguments of ``plan_model``.
 
-    Raises: what ``plan_model`` and ``require_proof`` raise, with why its own modules cannot
-        either.
+    Raises: the errors of ``plan_model`` and ``require_proof``, with the reason why transformers'
+        own modules cannot run the model either.
     """
     try:
         _open_for_operators(path_or_id)
@@ -62,9 +65,9 @@ def plan_served(
 
 
 def open_served(path_or_id: str | Path) -> Checkpoint:
-    """Open a checkpoint for the one way or the other; nothing is proved.
+    """Open a checkpoint for our operators, or else for transformers' own modules; proves nothing.
 
-    Raises: as ``open_checkpoint``.
+    Raises: the errors of ``open_checkpoint``.
     """
     try:
         return _open_for_operators(path_or_id)
@@ -76,9 +79,10 @@ def open_served(path_or_id: str | Path) -> Checkpoint:
 
 
 def _open_for_operators(path_or_id: str | Path) -> Checkpoint:
-    """Open a checkpoint; what transformers accepts all the same is only unsupported.
+    """Open a checkpoint for our operators; if only transformers accepts it, it counts as
+    unsupported.
 
-    Raises: as ``open_checkpoint``.
+    Raises: the errors of ``open_checkpoint``.
     """
     try:
         return open_checkpoint(path_or_id)
@@ -98,17 +102,17 @@ def plan_own(
     dtype: str = "auto",
     device: str = "cpu",
 ) -> ModelPlan:
-    """Plan a checkpoint by transformers' own modules.
+    """Plan a checkpoint with transformers' own modules.
 
     Args:
         path_or_id: its folder, or a hub id that was pulled before.
-        refusal: why operators do not run it.
-        proof: ``off`` takes the class as it is.
-        dtype: as of ``plan_model``.
-        device: the host's alone.
+        refusal: the reason why our operators do not run it.
+        proof: ``off`` accepts the class without proof.
+        dtype: as for ``plan_model``.
+        device: must be ``cpu``.
 
-    Raises: as ``open_own``; UnsupportedError (its own cache computes something else when it is
-        continued, or transformers fails).
+    Raises: the errors of ``open_own``; UnsupportedError (the class computes something else when its
+        cache is continued, or transformers fails).
     """
     if device != "cpu":
         what = f"transformers' own modules run on the CPU here, not on {device}"
@@ -160,7 +164,7 @@ def plan_own(
 
 
 def build_own_skeleton(config: Any) -> nn.Module:
-    """Build transformers' own model of a configuration on the meta device.
+    """Build transformers' model of a configuration on the meta device.
 
     Raises: UnsupportedError (transformers fails).
     """
@@ -174,7 +178,7 @@ def build_own_skeleton(config: Any) -> nn.Module:
 
 
 def _complete_spec(checkpoint: Checkpoint, skeleton: nn.Module) -> ModelSpec:
-    """Return the spec with what only the modules tell."""
+    """Return the spec, completed with facts that only the modules tell."""
     spec = checkpoint.spec
     total = sum(p.numel() for p in skeleton.parameters())
     positions = [
@@ -193,7 +197,7 @@ def _complete_spec(checkpoint: Checkpoint, skeleton: nn.Module) -> ModelSpec:
 
 
 def _count_cache_bytes(skeleton: Any, spec: ModelSpec) -> tuple[int, int]:
-    """Return the bytes that a token adds to a cache object, and those that do not grow."""
+    """Return the bytes that a token adds to a cache object, and the bytes that do not grow."""
     own_bytes = DTYPE_BYTES[spec.dtype] / DTYPE_BYTES["float32"]
     sizes: list[float] = []
     try:

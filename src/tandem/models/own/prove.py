@@ -1,9 +1,10 @@
-"""The proof that a class's own cache object, continued, computes what the whole sequence does.
+"""The proof that a class's own cache object, continued, gives the results of the whole sequence.
 
-As the proof of our operators is: a tiny random model of the configuration's class, saved by
-transformers and loaded as a checkpoint is, must give the logits of eager in float64, with a prompt
-in pieces, decoding, from a copy of a cache and beside another sequence. Tried are pieces, then the
-whole prompt at once, then token by token; what none serves is refused.
+As in the proof of our operators, a tiny random model of the configuration's class is saved by
+transformers and loaded as a checkpoint. It must give the logits of eager code in float64: with a
+prompt in pieces, decoding, from a copy of a cache, and beside another sequence. Feeding in pieces
+is tried first, then the whole prompt at once, then token by token; if none works, the class is
+refused.
 """
 
 import hashlib
@@ -42,14 +43,15 @@ logger = logging.getLogger(__name__)
 DEFAULT_ROOT = Path("~/.cache/tandem/proofs")
 MAX_BYTES = 1 << 20
 TINY_PIECE, PROMPT_LEN = 16, 46
-"""Tokens of a piece of the tiny model, and of its prompt; the other tokens are decoded."""
+"""Tokens of the tiny model's piece, and of its prompt; the other tokens are decoded."""
 CHUNKS = (5, 16, 20, 33, 46)
-"""Ends of chunks as a scheduler may cut them."""
+"""Ends of the prompt's chunks, as a scheduler might cut it."""
 BRANCH = 32
-"""Tokens that another sequence shares, at the end of a piece."""
+"""Tokens of the prefix that another sequence shares, a whole number of pieces."""
 CONDITION, FLOOR = 4.0, 4e-6
-"""Bound: so many times what eager's own float32 is off, and at least so much of the largest
-logit."""
+"""Factors of the error bound: this many times the float32 error of eager code, but at least this
+share of the largest logit.
+"""
 MAX_EAGER = 1e-3
 """Share of the largest logit that eager's own float32 may be off, to tell errors from roundings."""
 WAYS = tuple(
@@ -61,14 +63,16 @@ WAYS = tuple(
 routed experts are our operators."""
 SEEDS = (0, 1)
 GAIN, SPREAD = 1.3, 0.3
-"""On matrices, and of vectors, as of ``proof.tiny``."""
+"""Gain of random matrices and spread of random vectors, as in ``proof.tiny``."""
 
 
 class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one configuration."""
+    """The result of a proof for one configuration."""
 
     key: str
-    """SHA-256 over the code, transformers' version and the tiny configuration; empty: not kept."""
+    """SHA-256 over the code, transformers' version and the tiny configuration; empty: not
+    stored.
+    """
     model_type: str
     transformers: str
     piece: int = 0
@@ -77,7 +81,7 @@ class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
     """True if it is proved with our operators in place of the class's routed experts."""
     checks: tuple[Check, ...] = ()
     problem: str = ""
-    """Why it is refused; empty: proved."""
+    """Reason for a refusal; empty: proved."""
 
     @property
     def is_proved(self) -> bool:
@@ -92,7 +96,7 @@ def require_own_proof(checkpoint: Checkpoint, root: Path = DEFAULT_ROOT) -> OwnP
         checkpoint: as of ``open_own``.
         root: where proofs are kept.
 
-    Raises: UnsupportedError (not proved, with why).
+    Raises: UnsupportedError (not proved, with the reason).
     """
     proof = find_own_proof(checkpoint, root)
     if not proof.is_proved:
@@ -101,11 +105,11 @@ def require_own_proof(checkpoint: Checkpoint, root: Path = DEFAULT_ROOT) -> OwnP
 
 
 def find_own_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> OwnProof:
-    """Return the proof of a checkpoint's class, from the cache or made now.
+    """Return the proof of a checkpoint's class: a stored one, or a new one.
 
     Args:
-        checkpoint: as of ``open_own``.
-        root: where proofs are kept; None makes it anew and keeps nothing.
+        checkpoint: opened by ``open_own``.
+        root: folder in which proofs are stored; None: make a new proof and do not store it.
     """
     kept = None if root is None else _find_kept(checkpoint, root.expanduser())
     if kept is not None:
@@ -119,7 +123,7 @@ def find_own_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> 
 
 
 def prove_own(config: Any) -> OwnProof:
-    """Prove, or not, that its own cache object serves a configuration's class.
+    """Try to prove that a class's own cache object works for a configuration; return the result.
 
     Args:
         config: transformers' configuration; any size.
@@ -162,7 +166,7 @@ def _find_key(config: Any) -> str:
 
 
 def _prove_any(proof: OwnProof, config: Any) -> OwnProof:
-    """Try tiny configurations until one runs."""
+    """Try tiny configurations until one is proved; return its result, else the first failure."""
     found = _refuse(proof, "no tiny configuration of its class can be made")
     first = None
     for tiny in list_tiny(config):
@@ -231,7 +235,7 @@ def _prove_once(proof: OwnProof, tiny: Any, seed: int) -> OwnProof:
 
 @contextmanager
 def _float64() -> Iterator[None]:
-    """Make float64 what torch takes where code names no dtype, or float32 by ``Tensor.float``."""
+    """Make torch use float64 for code that names no dtype or calls ``Tensor.float``."""
     before, to_float = torch.get_default_dtype(), Tensor.float
     torch.set_default_dtype(torch.float64)
     # Model code that casts to float32 for precision would lower float64 here, so Tensor.float casts
@@ -296,14 +300,14 @@ def _plan_tiny(folder: Path, piece: int, *, has_ours: bool) -> ModelPlan:
 
 
 class _Runner:
-    """Feeds a model as the engine does, with blocks that hold nothing."""
+    """A tiny model that is fed as the engine would, with KV blocks that are not used."""
 
     def __init__(self, model: OwnModel) -> None:
         self._model = model
         self.slots = model.allocate_states(3)
 
     def run(self, *chunks: tuple[int, list[int], int]) -> Tensor:
-        """Return the logits of all tokens of chunks: (slot, tokens, start)."""
+        """Return the logits of all tokens of chunks (slot, tokens, start)."""
         sequences = [
             SequenceChunk(
                 ids, start, range(NUM_TOKENS), "all", state_slot=slot, prompt_len=PROMPT_LEN
@@ -327,7 +331,7 @@ def _feed_chunked(runner: _Runner, tokens: list[int]) -> Tensor:
 
 
 def _feed_reused(runner: _Runner, tokens: list[int]) -> Tensor:
-    """Go on from a copy, after the sequence that it was copied of has gone on."""
+    """Continue from a copy of a cache, after the original sequence has continued differently."""
     first = runner.run((0, tokens[:BRANCH], 0))
     runner.slots.copy(0, 1)
     runner.run((0, [*reversed(tokens[: PROMPT_LEN - BRANCH])], BRANCH))
@@ -357,7 +361,9 @@ FEEDS: dict[str, Callable[[_Runner, list[int]], Tensor]] = {
 def _check(
     model: OwnModel, tokens: list[int], exact: np.ndarray, bound: float, way: str
 ) -> Iterator[Check]:
-    """Compare each feed with eager; and the bits of decoded tokens with each other."""
+    """Compare each way of feeding with eager code, and the bits of decoded tokens with each
+    other.
+    """
     decoded: list[np.ndarray] = []
     for name, feed in FEEDS.items():
         logits = feed(_Runner(model), tokens).numpy()
@@ -369,7 +375,7 @@ def _check(
 
 
 def _find_kept(checkpoint: Checkpoint, root: Path) -> OwnProof | None:
-    """Return a kept proof; None where there is none to be believed."""
+    """Return the stored proof; None if there is none that can be trusted."""
     try:
         key = _find_key(checkpoint.config)
         path = root / f"own-{key}.json"

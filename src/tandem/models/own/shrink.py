@@ -1,7 +1,7 @@
-"""Tiny configurations of any class of transformers, for the proof of its own cache object.
+"""Tiny configurations of any transformers class, for the proof of its own cache object.
 
-No field is understood here: fields are told by their names, and sizes shrink by one ratio, so that
-what they are to each other stays. Where transformers refuses the result, less is shrunk.
+The fields' meanings are not known here: fields are recognised by their names, and sizes shrink by
+one ratio, so that their relations stay. If transformers refuses the result, less is shrunk.
 """
 
 import re
@@ -14,13 +14,13 @@ Values = dict[str, Any]
 
 TINY_VOCAB = 131
 MAX_WEIGHTS = 64_000_000
-"""Weights of a model that a proof computes in float64."""
+"""Most weights of a model that a proof computes in float64."""
 WINDOW, CHUNK, NUM_LAYERS, NUM_EXPERTS, TOP_K = 11, 16, 3, 8, 3
 CHOSEN_TOKENS = 16
-"""In place of the tokens that attention with an index chooses."""
+"""Replacement for the number of tokens that attention with an index chooses."""
 MIN_WIDTH = 8
 INDEX_HEADS = 16
-"""Heads of an index that chooses tokens: with few, scores behind a ReLU tie at 0."""
+"""Heads of an index that chooses tokens; with fewer, scores behind a ReLU would tie at 0."""
 
 HEAD_NAMES = (
     "num_attention_heads",
@@ -51,15 +51,16 @@ CHUNKS = re.compile(r"chunk_size$|^block_size$|index_block_size|chunk_length$")
 WINDOWS = ("sliding_window", "attention_window_size", "local_attention", "attention_chunk_size")
 PERIODS = re.compile(r"layer_period$|window_pattern$|attention_interval$|layer_group_size$")
 INDICES = re.compile(r"(_indices|_layers|_layer_ids)$")
-"""Lists of numbers of layers."""
+"""Pattern of fields that are lists of layer numbers."""
 GROUPS = re.compile(r"^(n_groups|mamba_n_?groups|n_group|num_expert_group)$")
 DROPPED = ("architectures", "transformers_version", "dtype", "_name_or_path")
 
 
 def list_tiny(config: Any) -> Iterator[Any]:
-    """Yield tiny configurations of the same class, the smallest first.
+    """Yield tiny configurations of the same class, smallest first.
 
-    Those that transformers refuses to make are left out; whether a model runs is the caller's.
+    Configurations that transformers refuses to make are omitted; the caller checks whether models
+    run.
     """
     for num_layers, is_narrow in ((NUM_LAYERS, True), (0, True), (NUM_LAYERS, False)):
         values = config.to_dict()
@@ -71,7 +72,7 @@ def list_tiny(config: Any) -> Iterator[Any]:
 
 
 def _shrink(values: Values, num_layers: int, *, is_narrow: bool) -> None:
-    """Shrink in place; ``num_layers`` 0 keeps all layers."""
+    """Shrink the values in place; ``num_layers`` 0 keeps all layers."""
     for name in DROPPED:
         values.pop(name, None)
     for name, value in values.items():
@@ -103,7 +104,7 @@ def _is_count(value: object) -> bool:
 
 
 def _choose_layers(values: Values, total: int, num_layers: int) -> list[int]:
-    """Choose layers of every kind that lists of layers tell, and cut these lists."""
+    """Choose layers of every kind that the lists of layers distinguish, and cut these lists."""
     lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
     inner = values.get("per_layer_config")
     own = inner if isinstance(inner, dict) else {}
@@ -142,7 +143,7 @@ def _shrink_fields(
 
 
 def _shrink_count(name: str, value: int, num_layers: int) -> int:
-    """Return a smaller count of what is no width."""
+    """Return a smaller count, for a field that is not a width."""
     if "vocab_size" in name:
         return min(value, TINY_VOCAB)
     if name == "num_kv_shared_layers":
@@ -170,7 +171,7 @@ def _shrink_count(name: str, value: int, num_layers: int) -> int:
 
 
 def _narrow(name: str, value: int, ratio: int, small: int, heads: int) -> int:
-    """Return a smaller width, by the ratio by which all shrink."""
+    """Return a smaller width, divided by the common ratio."""
     if KV_HEADS.search(name):
         return max(1, min(value // ratio, small)) if small and value != heads else small or value
     if HEADS.search(name):

@@ -1,4 +1,5 @@
-"""The proof that an architecture runs right here: a tiny random model of it, compared with eager.
+"""The proof that an architecture runs correctly here: a tiny random model compared with eager code.
 
-``prove.prove_config`` makes one, ``require.require_proof`` asks for one before a model is loaded.
+``prove.prove_config`` makes a proof; ``require.require_proof`` requires one before a model is
+loaded.
 """

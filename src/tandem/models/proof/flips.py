@@ -1,7 +1,8 @@
-"""Fields of a configuration, changed on eager's side alone: the tiny model must tell each of them.
+"""Changes of single configuration fields on eager's side: the tiny model must notice each.
 
-A proof that does not react to a field says nothing about it, so a field that transformers reads,
-that is not known to be harmless and whose change stays within the bound leaves a model unproved.
+A proof that does not react to a field says nothing about it. So a model stays unproved if
+transformers reads a field, the field is not known to be harmless, and changing it leaves the logits
+within the bound.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,11 +39,11 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "n_group": lambda values: values.get("topk_group") == values.get("n_group"),
     "topk_method": lambda values: values.get("topk_group") == values.get("n_group"),
 }
-"""Fields that transformers reads and that may change nothing, and when.
+"""Fields that transformers reads but that may change nothing, each with the condition for this.
 
-Lengths only bound buffers, or matter to a dynamic RoPE; what says which layers slide is summed up
-in ``layer_types``, which a saved configuration has; MLA has other sizes of heads, and derives this
-one; ``truncate`` may round to the same dimensions; chunks are an order of the same sums.
+Length limits only size buffers, or matter to a dynamic RoPE; fields that say which layers slide are
+summarised in ``layer_types``, which a saved configuration has; MLA derives ``head_dim`` from other
+sizes; ``truncate`` may round to the same dimensions; chunk sizes only change the order of sums.
 """
 
 OF_TRAINING = ("dropout", "pdrop", "jitter", "aux_loss", "z_loss", "initializer", "layerdrop")
@@ -53,7 +54,7 @@ KEPT = {
     "tie_word_embeddings": "says where the head's weights come from: loading shows it",
     "vocab_size": "has a row of the embedding and the head for each token: loading shows it",
 }
-"""Fields that are not changed, and why."""
+"""Fields that are not changed, with the reason."""
 UNSET = "is not set: a configuration that sets it has a proof of its own"
 NAMED = "is a name: a configuration with another has a proof of its own"
 NAMES = {
@@ -62,11 +63,10 @@ NAMES = {
     "rope_type": ("linear", "default"),
     "topk_method": ("greedy", "group_limited_greedy"),
 }
-"""Fields whose values are names, and other values worth trying."""
+"""Fields whose values are names, with other values to try."""
 LAYER_KINDS = {"sliding_attention": "full_attention", "full_attention": "sliding_attention"}
 SEARCHED = ("noticed", "structural", "unnoticed", "refused")
-"""Outcomes of the values of one field, the one that counts first: the search for one that is
-noticed goes on past those that are not."""
+"""Outcomes of changed values in order of precedence; the search ends at a value that is noticed."""
 
 
 def _slides(values: dict[str, Any]) -> bool:
@@ -75,7 +75,7 @@ def _slides(values: dict[str, Any]) -> bool:
 
 
 def list_changes(config: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (field, what becomes of it, all values) for each change worth trying."""
+    """Yield (field, description of the change, all values) for each change to try."""
     values: dict[str, Any] = config.to_dict()
     for field, value in sorted(values.items()):
         if field in IGNORED_CONFIG or field in KEPT:
@@ -107,7 +107,7 @@ def _change_nested(
 
 
 def _list_values(field: str, value: Any) -> list[Any]:
-    """Return other values of the same kind."""
+    """Return other values of the same kind for a field."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -136,11 +136,11 @@ def flip_fields(
     """Change each field of a tiny configuration and run eager with the same weights.
 
     Args:
-        config: of the tiny model.
+        config: configuration of the tiny model.
         state: its weights, float32.
         tokens: int64 [T].
-        reference: what eager computes without a change.
-        is_stepwise: as of ``run_eager``.
+        reference: eager's results without a change.
+        is_stepwise: as for ``run_eager``.
     """
     values = config.to_dict()
     read = list_read_fields(config)
@@ -171,7 +171,7 @@ def flip_fields(
 
 
 def _explain(field: str, values: dict[str, Any]) -> str:
-    """Return why a field was not changed."""
+    """Return the reason why a field was not changed."""
     value = values[field]
     if field in KEPT:
         return KEPT[field]
@@ -206,11 +206,11 @@ def _try_change(
 
 
 def _turns_otherwise(config: Any, field: str, changes: list[dict[str, Any]]) -> bool:
-    """Return whether a field is no RoPE's, or one of which transformers makes other modules.
+    """Return True unless a RoPE field has no effect on transformers' modules.
 
-    A class reads some of the fields within ``rope_parameters`` and passes over the rest, as most do
-    over the share of a head that is rotated. It reads them where it builds a model, but for a
-    dynamic RoPE, which changes with the length.
+    A class reads some fields of ``rope_parameters`` and ignores the others; most ignore the rotated
+    share of a head, for example. Fields are read when a model is built, except for a dynamic RoPE,
+    which changes with the length.
     """
     if not field.startswith("rope_parameters.") or "'dynamic'" in repr(config.rope_parameters):
         return True
@@ -219,7 +219,7 @@ def _turns_otherwise(config: Any, field: str, changes: list[dict[str, Any]]) -> 
 
 
 def _describe_modules(config: Any) -> list[Any]:
-    """Return the numbers, names and buffers of a model's modules that are no weights."""
+    """Return the numbers, strings and non-weight buffers of a model's modules."""
     model = build_eager(config)
     stored = model.state_dict().keys()
     buffers = [(n, b.tolist()) for n, b in model.named_buffers() if n not in stored]
@@ -231,7 +231,7 @@ def _describe_modules(config: Any) -> list[Any]:
 
 
 def list_read_fields(config: Any) -> set[str]:
-    """Return the fields that transformers reads to build a model."""
+    """Return the fields that transformers reads while it builds a model."""
     read: set[str] = set()
     kind: Any = type(config)
 

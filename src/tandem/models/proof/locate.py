@@ -1,4 +1,4 @@
-"""The first place at which our model leaves eager's: the layer, and the operator in it."""
+"""Location of the first difference between our model and eager: the layer and its operator."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +21,18 @@ __all__ = ["locate_difference"]
 
 BLOCK_SIZE = 16
 LARGE = 1e-3
-"""Relative to the largest item: far above float32's rounding, below what a wrong operator does."""
+"""Difference relative to the largest item that counts as one: far above float32's rounding, below a
+bug's effect.
+"""
 
 
 @torch.inference_mode()
 def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
-    """Return which operator first differs, each given eager's own input; empty if none does.
+    """Return the first operator that differs when given eager's own input; empty if none does.
 
     Args:
-        ours: in float32.
-        eager: the same model, in float64.
+        ours: our model, in float32.
+        eager: the same model in transformers' eager code, in float64.
         tokens: int64 [T].
     """
     seen: Seen = {}
@@ -64,16 +66,16 @@ def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The input and the result of one of eager's modules."""
+    """Input and results of one of eager's modules."""
 
     given: Tensor
     others: tuple[Tensor, ...]
-    """Its other arguments without a name."""
+    """Its other positional arguments."""
     results: tuple[Tensor, ...]
 
     @property
     def result(self) -> Tensor:
-        """The first of what it returned, which is all of it but for routers."""
+        """First result of the module, the only one except for routers."""
         return self.results[0]
 
 
@@ -110,7 +112,9 @@ def _locate_in_layer(
     seen: Seen,
     tokens: Tensor,
 ) -> str:
-    """Give each part of a layer what eager's had, then the layer itself, if it is an operator."""
+    """Compare each part of a layer, then the layer itself, given eager's input; return the first
+    that differs.
+    """
     cache = ours.allocate_kv(-(-len(tokens) // BLOCK_SIZE), block_size=BLOCK_SIZE)
     table = list(range(cache.num_blocks))
     chunk = SequenceChunk(tokens.tolist(), 0, table, "all", state_slot=0)
@@ -148,7 +152,9 @@ def _locate_in_layer(
 
 
 def _choose_before(ours: CausalModel, name: str, seen: Seen) -> None:
-    """Let the running step have the choice of tokens that a layer shares with one before it."""
+    """Give the running step the tokens that an earlier layer's index chose, if this layer shares
+    them.
+    """
     layers, index = ours.skeleton.model.layers, int(name.rpartition(".")[2])
     mixers = [getattr(layer, "self_attn", None) for layer in layers[: index + 1]]
     chosen = [
@@ -163,7 +169,9 @@ def _choose_before(ours: CausalModel, name: str, seen: Seen) -> None:
 
 
 def _locate_in_block(block: MoeBlock, name: str, seen: Seen) -> str:
-    """Give each part of a MoE block what eager's had; empty where none differs alone."""
+    """Compare each part of a MoE block given eager's input; return the first that differs, or an
+    empty string.
+    """
     for part, operator in block.named_children():
         path = f"{name}.{part}"
         call = seen.get(path)

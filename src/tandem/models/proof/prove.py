@@ -1,4 +1,4 @@
-"""Runs a proof: our operators and transformers' eager code on one tiny random model."""
+"""Proof of a configuration: our operators and transformers' eager code on one tiny random model."""
 
 import hashlib
 import json
@@ -37,13 +37,15 @@ BLOCK_SIZE = 16
 CHUNKS = (1, WINDOW, WINDOW + 1, 30)
 FIRST_DECODED = 24
 NUM_SHARED = 21
-"""Tokens that the second sequence takes from the first: one block, and a part of the next."""
+"""Tokens that the second sequence reuses from the first: one block, and a part of the next."""
 SEEDS = (0, 1, 2)
-"""Several, as a near tie of a router may go the other way in float32: a wrong model fails all."""
+"""Several seeds, since a near tie of a router may fall differently in float32; a wrong model fails
+all.
+"""
 
 
 class _Runner:
-    """Our model of a tiny checkpoint, over a few blocks."""
+    """Our model of a tiny checkpoint, over a few KV blocks."""
 
     def __init__(self, folder: Path, pool: ThreadPool) -> None:
         self.model: CausalModel = load_model(plan_model(folder, dtype="float32"), pool)
@@ -72,7 +74,7 @@ class _Runner:
         return torch.cat([self.run(cache, table, tokens[a:b], a) for a, b in pieces])
 
     def run_reusing(self, tokens: list[int]) -> Tensor:
-        """Share one block and a part of the next with a sequence that ran before."""
+        """Reuse one block, and a copy of a part of the next, of a sequence that ran before."""
         cache = self.make_cache()
         first = self.run(cache, [5, 0, 3, 9], tokens[:NUM_SHARED])
         if self._states is not None:
@@ -83,7 +85,7 @@ class _Runner:
         return torch.cat((first, rest))
 
     def run_beside(self, tokens: list[int]) -> Tensor:
-        """Run the sequence in company of its own beginning."""
+        """Run the sequence in one batch with another sequence, its own beginning."""
         cache = self.make_cache()
         chunks = [
             SequenceChunk(tokens[:WINDOW], 0, [1], "all", state_slot=1),
@@ -105,7 +107,7 @@ FEEDS: dict[str, Callable[[_Runner, list[int]], Tensor]] = {
 
 @cache
 def hash_code() -> str:
-    """Return SHA-256 over the Python code that a proof depends on; of the core, its version."""
+    """Return SHA-256 over the Python code that a proof depends on, and over the core's version."""
     digest = hashlib.sha256()
     for package in ("tandem.kernels", "tandem.models"):
         root = Path(str(resources.files(package)))
@@ -119,7 +121,7 @@ def hash_code() -> str:
 
 
 def find_key(config: Any) -> str:
-    """Return the name of the proof of a configuration: what it depends on, hashed."""
+    """Return the key of a configuration's proof: a hash of everything that it depends on."""
     import transformers
 
     parts = [hash_code(), transformers.__version__, type(config).__name__]
@@ -130,13 +132,14 @@ def find_key(config: Any) -> str:
 
 
 def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
-    """Prove, or not, that models of a configuration's class and switches run right here.
+    """Try to prove that models of a configuration's class and switches run correctly; return the
+    result.
 
     Args:
         config: transformers' configuration; any size.
-        with_flips: also change each field on eager's side, which takes most of the time.
+        with_flips: True to also change each field on eager's side, which takes most of the time.
 
-    Returns: the proof, of whatever outcome; ``problem`` says why a model is refused.
+    Returns: the proof, whatever its outcome; ``problem`` gives the reason for a refusal.
     """
     import transformers
 
@@ -240,7 +243,9 @@ def _check_true_heads(config: Any, seed: int, pool: ThreadPool) -> Check:
 
 
 def is_dynamic(config: Any) -> bool:
-    """Return whether angles depend on how long the sequence is: eager has to run token by token."""
+    """Return True if RoPE angles depend on the sequence's length, so that eager must run token by
+    token.
+    """
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
     return any(rope.get("rope_type") == "dynamic" for rope in places)

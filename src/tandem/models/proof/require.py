@@ -1,8 +1,8 @@
-"""Asks for the proof of an architecture before a model of it is loaded, and keeps proofs.
+"""Requirement of a proof before a model is loaded, and storage of proofs.
 
-A family of ``FAMILIES`` is proved in CI, with the version of transformers in ``PROVED_WITH``. Any
-other is proved at its first use, in seconds; the outcome is kept under the user's cache folder by
-the hash of all that it depends on.
+A family of ``FAMILIES`` is proved in CI, with the transformers version ``PROVED_WITH``. Any other
+is proved at its first use, in seconds; the outcome is stored in the user's cache folder under a
+hash of everything that it depends on.
 """
 
 import logging
@@ -31,18 +31,18 @@ MAX_BYTES = 1 << 20
 def require_proof(
     path_or_id: str | Path, policy: ProofPolicy = "auto", root: Path = DEFAULT_ROOT
 ) -> Proof | None:
-    """Make sure that a checkpoint's architecture is proved, proving it if need be.
+    """Make sure that a checkpoint's architecture is proved, proving it if needed.
 
     Args:
-        path_or_id: as of ``open_checkpoint``; no weight is read.
-        policy: ``auto`` trusts CI where it proved the family; ``always`` does not; ``off`` asks
-            for nothing.
-        root: where proofs are kept.
+        path_or_id: as for ``open_checkpoint``; no weight is read.
+        policy: ``auto`` trusts CI for families proved there; ``always`` does not; ``off`` requires
+            no proof.
+        root: folder in which proofs are stored.
 
-    Returns: the proof; None where none was asked for.
+    Returns: the proof; None if none was required.
 
-    Raises: as ``open_checkpoint``; UnsupportedError (not proved; the first layer and operator that
-        differ).
+    Raises: the errors of ``open_checkpoint``; UnsupportedError (not proved; names the first layer
+        and operator that differ).
     """
     if policy == "off":
         return None
@@ -67,11 +67,11 @@ def _is_proved_in_ci(model_type: str) -> bool:
 
 
 def find_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> Proof:
-    """Return the proof of a checkpoint's configuration, from the cache or made now.
+    """Return the proof of a checkpoint's configuration: a stored one, or a new one.
 
     Args:
-        checkpoint: opened before.
-        root: where proofs are kept; None makes it anew and keeps nothing.
+        checkpoint: the opened checkpoint.
+        root: folder in which proofs are stored; None: make a new proof and do not store it.
     """
     kept = None if root is None else _find_kept(checkpoint, root.expanduser())
     if kept is not None:
@@ -95,7 +95,7 @@ def _find_kept(checkpoint: Checkpoint, root: Path) -> Proof | None:
 
 
 def _read(path: Path, key: str) -> Proof | None:
-    """Return a kept proof; None where there is none to be believed."""
+    """Return a stored proof; None if there is none that can be trusted."""
     try:
         info = path.stat()
         if info.st_uid != os.getuid() or info.st_mode & 0o022 or info.st_size > MAX_BYTES:

@@ -1,4 +1,4 @@
-"""The result of a proof, as data: kept between runs and printed by ``tandem verify``."""
+"""The result of a proof as data: stored between runs and printed by ``tandem verify``."""
 
 from typing import Literal
 
@@ -8,11 +8,11 @@ __all__ = ["Check", "Flip", "Proof"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One way of feeding the tiny model."""
+    """The comparison for one way of feeding the tiny model."""
 
     name: str
     excess: float
-    """The worst logit's distance from eager in float64, in units of the bound."""
+    """Largest distance of a logit from eager in float64, in units of the bound."""
 
     @property
     def is_ok(self) -> bool:
@@ -21,32 +21,37 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flip(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of the configuration, changed on eager's side alone."""
+    """The result of changing one configuration field on eager's side alone."""
 
     field: str
     change: str
-    """From which value to which; of a field that is ``kept``, why."""
+    """Old and new value of the field; for a ``kept`` field, the reason."""
     outcome: Literal["noticed", "structural", "refused", "unread", "harmless", "kept", "unnoticed"]
     """``noticed``: the logits leave the bound; ``structural``: weights have other shapes;
     ``refused``: transformers refuses every other value that was tried; ``kept``: not changed;
     ``unread``: transformers' code does not read it; ``harmless``: known to change nothing;
-    ``unnoticed``: the tiny model does not tell, so the field is not proved."""
+    ``unnoticed``: the logits stay within the bound, so the field is not proved.
+    """
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """The result for one configuration."""
+    """The result of a proof for one configuration."""
 
     key: str
-    """SHA-256 over the code, transformers' version and the tiny configuration; empty: not kept."""
+    """SHA-256 over the code, transformers' version and the tiny configuration; empty: not
+    stored.
+    """
     model_type: str
     architecture: str
     transformers: str
     eager_excess: float
-    """Eager excess of eager's own float32: that the bound is no excuse."""
+    """Error of eager's own float32 in units of the bound, which shows whether the bound is
+    tight.
+    """
     checks: tuple[Check, ...]
     flips: tuple[Flip, ...]
     problem: str = ""
-    """Why it is refused; empty: proved. Names the first layer and operator that differ."""
+    """Reason for a refusal; empty: proved. Names the first layer and operator that differ."""
 
     @property
     def is_proved(self) -> bool:

@@ -1,9 +1,9 @@
-"""A tiny configuration of the same class and the same switches as a given one.
+"""A tiny configuration of the same class, with the same switches as a given one.
 
-Sizes shrink; what they are in relation to each other stays: heads that share KV, groups of experts,
-layers with and without a window, the share of a head that is rotated. Windows and the lengths at
-which a RoPE changes shrink below the lengths that the proof runs, and so do caps and limits, to
-what random activations reach; epsilons grow until they matter. Every switch is left as it is.
+Sizes shrink, but their relations stay: heads that share KV, groups of experts, layers with and
+without a window, the rotated share of a head. Windows, and the lengths at which a RoPE changes,
+shrink below the length of the proof's sequence; caps and limits shrink to what random activations
+reach; epsilons grow until they matter. Every switch keeps its value.
 """
 
 import json
@@ -18,24 +18,24 @@ from tandem.models.loading.skeleton import build_skeleton
 __all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
 
 NUM_TOKENS = 52
-"""Tokens of a proof's sequence: beyond the windows and the RoPE's thresholds of a tiny model."""
+"""Tokens of a proof's sequence, more than a tiny model's windows and RoPE thresholds."""
 WINDOW = 11
 CHUNK = 13
 FLOOR_SCALE = 6
-"""In place of the positions after which queries grow."""
+"""Replacement for the position after which queries are scaled."""
 TRAINED_CONTEXT = 24
-"""In place of the length that a RoPE's scaling starts from."""
+"""Replacement for the context length from which a RoPE's scaling starts."""
 MAX_LAYERS = 8
 
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56
 HEAD_DIM = 16
 VALUE_DIM = 14
-"""Items of a value, where they are fewer than a key's."""
+"""Items of a value, in models whose values are smaller than keys."""
 WIDTH_STEP = 8
-"""Widths of MLPs that are rounded up are multiples of it."""
+"""Step to which the widths of MLPs are rounded up."""
 LATENT = 24
 UNEVEN_HEAD_DIMS = (16, 24)
-"""Head sizes of layers with a window, and of the others, where they differ."""
+"""Head sizes of layers with a window and of other layers, in models where they differ."""
 PER_LAYER_INPUT = 12
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 LATENT_SIZES = {
@@ -45,10 +45,11 @@ LATENT_SIZES = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 24,
 }
-"""With fewer rotated items YaRN's ramp between slow and fast ones would not show its ends."""
+"""Tiny sizes of MLA; with fewer rotated items the ends of YaRN's ramp would not show."""
 INDEX_SIZES = {"index_head_dim": 40, "index_n_heads": 8, "index_topk": 19}
-"""Sizes of an index: a head of more items than are rotated, heads enough that few scores are sums
-of none, fewer tokens than the proof has."""
+"""Tiny sizes of an index: heads with more items than are rotated, enough heads that few scores are
+all 0, fewer chosen tokens than the proof has.
+"""
 STATE_SIZES = {
     "linear_head_dim": 40,
     "linear_num_heads": 2,
@@ -56,7 +57,7 @@ STATE_SIZES = {
     "linear_value_head_dim": 40,
     "linear_conv_kernel_dim": 4,
 }
-"""Sizes of layers with a state; a head's values are more than a panel of the kernels."""
+"""Tiny sizes of stateful layers; a head's values exceed a panel of the kernels."""
 USUAL_NAMES = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -64,21 +65,20 @@ USUAL_NAMES = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-"""The names that other classes have for fields of Kimi-Linear, which its own takes as well."""
+"""Usual names of fields that Kimi-Linear names differently; its class accepts these names too."""
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 Values = dict[str, Any]
 
 
 def shrink_config(config: Any, *, is_true_head: bool = False) -> Any:
-    """Return a tiny configuration of the same class, with every kind of layer that it makes.
+    """Return a tiny configuration of the same class, with every kind of layer of the original.
 
     Args:
         config: transformers' configuration of a model.
-        is_true_head: keep the sizes of heads, and of latents, and have as few layers as there are
-            kinds of them.
+        is_true_head: True to keep the sizes of heads and latents, with only one layer of each kind.
 
-    Raises: UnsupportedError (kinds of layers come too late to be had by a tiny model).
+    Raises: UnsupportedError (a kind of layer occurs too late for a tiny model to have it).
     """
     wanted = _find_kinds(config)
     first = max(2, len(wanted)) + (0 if is_true_head else 1)
@@ -94,7 +94,7 @@ def shrink_config(config: Any, *, is_true_head: bool = False) -> Any:
 
 
 def _find_kinds(config: Any) -> set[object]:
-    """Return what layers of a model differ by, whatever their sizes: classes and switches."""
+    """Return the kinds of a model's layers, by classes and switches, whatever their sizes."""
     key = (type(config), json.dumps(list_config_values(config), sort_keys=True))
     if key not in _KINDS:
         if len(_KINDS) >= MAX_KEPT_KINDS:
@@ -106,7 +106,7 @@ def _find_kinds(config: Any) -> set[object]:
 
 
 _KINDS: dict[object, set[object]] = {}
-"""By configuration: a proof asks several times, and a skeleton of many layers takes its time."""
+"""Layer kinds by configuration, cached because building a skeleton of many layers takes time."""
 MAX_KEPT_KINDS = 16
 
 
@@ -122,7 +122,9 @@ def _describe_layer(layer: nn.Module) -> object:
 
 
 def _describe(value: object) -> str:
-    """Return a switch as it is; of a size, whether there is one; of other things nothing."""
+    """Return a switch's value; for a size, only that there is one; for other values an empty
+    string.
+    """
     if isinstance(value, (bool, str)):
         return repr(value)
     return "size" if isinstance(value, (int, float)) else "none" if value is None else ""
@@ -160,9 +162,10 @@ def _shrink_to(config: Any, num_layers: int, *, is_true_head: bool) -> Any:
 
 
 def _shrink_layers(values: Values, count: int) -> None:
-    """Choose ``count`` layers: those that begin a new kind by the lists of layers, then the first.
+    """Choose ``count`` layers: the first of each kind in the lists of layers, then the first
+    others.
 
-    A list with an item for each layer, such as ``layer_types``, keeps the chosen ones' items.
+    A list with an item for each layer, such as ``layer_types``, keeps the chosen layers' items.
     """
     total = values.setdefault("num_hidden_layers", len(values.get("layers_block_type") or ()))
     lists = [n for n, v in values.items() if isinstance(v, list) and len(v) == total and total > 1]
@@ -191,14 +194,14 @@ def _shrink_layers(values: Values, count: int) -> None:
 
 
 def _choose_sharing_layers(values: Values, count: int) -> None:
-    """Let two types of layers take turns, so that of each some store, keep and share KV."""
+    """Alternate two types of layers, so that some layers of each type own KV and some share it."""
     kinds = ("full_attention", "sliding_attention")
     values["layer_types"] = [kinds[(count - 1 - i) % 2] for i in range(count)]
     values["num_kv_shared_layers"] = min(values["num_kv_shared_layers"], 2)
 
 
 def _shrink_uneven(values: Values, config: Any, *, is_true_head: bool) -> None:
-    """Give types of layers tiny sizes of their own, where the model's have such."""
+    """Give each type of layer tiny sizes of its own, if the model's types differ in size."""
     values["per_layer_config"] = {}
     for index, kind in enumerate(values["layer_types"]):
         whole = config.per_layer_config[config.layer_types.index(kind)]
@@ -271,20 +274,22 @@ def _shrink_heads(values: Values, *, is_true_head: bool) -> None:
 
 
 def _choose_head_dim(values: Values) -> int:
-    """Return a size of which an even part is rotated, as that of the model's heads is."""
+    """Return a head size of which an even number of items is rotated, as in the original model."""
     shares = [rope.get("partial_rotary_factor") or 1.0 for rope in _list_ropes(values)]
     sizes = (HEAD_DIM, HEAD_DIM + 8, HEAD_DIM + 4)
     return next((d for d in sizes if all(int(d * s) % 2 == 0 for s in shares)), HEAD_DIM)
 
 
 def _find_rotated_share(values: Values) -> float | None:
-    """Return the share of a latent attention's head that is rotated."""
+    """Return the share of a latent attention's head that is rotated; None without such
+    attention.
+    """
     rope, nope = values.get("qk_rope_head_dim"), values.get("qk_nope_head_dim")
     return rope / (rope + nope) if isinstance(rope, int) and isinstance(nope, int) else None
 
 
 def _shrink_state_space(values: Values, *, is_true_head: bool) -> None:
-    """Choose the sizes of Mamba2's heads, of which some classes want that they make up a width."""
+    """Choose sizes of Mamba2's heads; some classes require that the heads make up a given width."""
     width = values.get("mamba_expand")
     groups, heads = (
         next((n for n in names if isinstance(values.get(n), int)), "")
@@ -368,7 +373,7 @@ def _shrink_rope(values: Values) -> None:
 
 
 def _shrink_scales(values: Values) -> None:
-    """Bring windows, caps and limits to what the tiny model reaches."""
+    """Shrink windows, caps and limits to values that the tiny model reaches."""
     if isinstance(values.get("sliding_window"), int) and values["sliding_window"]:
         values["sliding_window"] = WINDOW
     if isinstance(values.get("attention_chunk_size"), int):

@@ -26,42 +26,45 @@ __all__ = [
 ]
 
 MATRIX_GAIN, SCORE_GAIN = 1.3, 2.0
-"""On a matrix that keeps the size of what passes; on one of scores, so that they tell apart."""
+"""Gains of random matrices: one that keeps activations' size, and one for scores, which separates
+them.
+"""
 CONDITION = 4.0
-"""The factor by which another order of the sums may differ more than eager's does."""
+"""Factor by which a different order of sums may err more than eager's float32."""
 MAX_EAGER_EXCESS = 12.0
 VECTOR_SPREAD = 0.3
-"""Vector spread of norms about 1 (or 0, where the norm adds 1), and of biases about 0."""
+"""Spread of random vectors: norms about 1 (or 0 if the norm adds 1), biases about 0."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The results of eager, exact and in float32, and the bound of float32's error."""
+    """Eager's results, exact and in float32, and the bound on float32's error."""
 
     exact: NDArray[np.float64]
-    """[T, V] in float64."""
+    """Exact logits [T, V], in float64."""
     bound: NDArray[np.float64]
-    """Bound of another order of the same sums: the derived one, or what this model's conditioning
-    needs.
+    """Bound on the error of the same sums in another order: the derived bound, or a larger one if
+    the model is badly conditioned.
 
-    Scores that tell tokens and experts apart amplify roundings, which the derivation does not see;
-    eager's own float32 shows by how much."""
+    Scores that separate tokens and experts amplify rounding errors, which the derivation ignores;
+    eager's own float32 error shows by how much.
+    """
     eager_excess: float
     """Error of eager's own float32, in units of the derived bound."""
 
     @property
     def is_useful(self) -> bool:
-        """True if the model is tame enough to tell errors from roundings."""
+        """True if the model is well conditioned enough to tell bugs from rounding."""
         return self.eager_excess <= MAX_EAGER_EXCESS
 
     def find_excess(self, logits: Tensor) -> float:
-        """Return how many times the bound the worst logit is off; NaN counts as infinite."""
+        """Return the largest error of a logit in units of the bound; NaN counts as infinite."""
         off = np.abs(logits.double().numpy() - self.exact) / self.bound
         return float(np.max(off)) if np.isfinite(off).all() else float("inf")
 
 
 def build_eager(config: Any) -> Any:
-    """Build transformers' own model of a configuration, as its authors wrote it, in float32."""
+    """Build transformers' own model of a configuration in eager code, in float32."""
     return (
         choose_auto_class(config)
         .from_config(
@@ -75,7 +78,7 @@ def build_eager(config: Any) -> Any:
 
 
 def make_tiny(config: Any, seed: int) -> Any:
-    """Build eager's model of a tiny configuration; every parameter and stored buffer is random."""
+    """Build eager's model of a tiny configuration with random parameters and stored buffers."""
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
@@ -110,13 +113,13 @@ def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
 
 
 def make_tokens(config: Any, seed: int) -> Tensor:
-    """Return the proof's sequence: int64 [NUM_TOKENS]."""
+    """Return the token sequence of a proof, int64 [NUM_TOKENS]."""
     generator = torch.Generator().manual_seed(seed + 1)
     return torch.randint(3, config.vocab_size, (NUM_TOKENS,), generator=generator)
 
 
 def save_tiny(model: Any, folder: Path) -> None:
-    """Write a checkpoint with the names that the hub's checkpoints of the family have."""
+    """Save a checkpoint with the tensor names of the family's hub checkpoints."""
     from transformers.utils import logging as transformers_logging
 
     is_shown = transformers_logging.is_progress_bar_enabled()
@@ -133,9 +136,9 @@ def save_tiny(model: Any, folder: Path) -> None:
 
 @torch.inference_mode()
 def run_eager(model: Any, tokens: Tensor, *, is_stepwise: bool = False) -> Tensor:
-    """Return eager's logits [T, V] of a sequence.
+    """Run eager over a sequence; return logits [T, V].
 
-    ``is_stepwise``: token by token, for a RoPE that depends on how long the sequence is.
+    ``is_stepwise``: True to run token by token, for a RoPE that depends on the sequence's length.
     """
     if not is_stepwise:
         return model(tokens[None], use_cache=False).logits[0]
@@ -149,13 +152,13 @@ def run_eager(model: Any, tokens: Tensor, *, is_stepwise: bool = False) -> Tenso
 
 
 def name_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the argument that gives a transformers model its cache; 5.24 renamed it."""
+    """Return the keyword argument that passes a cache to a transformers model; 5.24 renamed it."""
     names = inspect.signature(type(model).forward).parameters
     return {"cache" if "cache" in names else "past_key_values": cache}
 
 
 def make_reference(model: Any, tokens: Tensor, *, is_stepwise: bool) -> Reference:
-    """Run eager in float32 and in float64; the model ends in float64."""
+    """Run eager in float32 and in float64; the model is left in float64."""
     hidden: list[Tensor] = []
     rounded = run_eager(model, tokens, is_stepwise=is_stepwise)
     model.double()
