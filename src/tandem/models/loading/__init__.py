@@ -1,1 +1,1 @@
-"""From a plan to a model that runs: the skeleton, its operators, packed weights."""
+"""Loading of a plan into a model that runs: skeleton, operators, packed weights."""

@@ -1,4 +1,4 @@
-"""From the spec of an operator to the operator, which has no weights yet."""
+"""Construction of operators, without weights, from their specs."""
 
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -66,27 +66,27 @@ __all__ = ["Resources", "build_operator"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """The parts of a process that operators share."""
+    """Objects of a process that operators share."""
 
     pool: ThreadPool
-    """Runs the kernels; borrowed for the life of the operators."""
+    """Threads that run the kernels; borrowed for the life of the operators."""
     caches: PackedCaches | None = None
-    """Keeps packed experts between runs."""
+    """Cache of packed experts between runs; None: no cache."""
     expert_parts: int = 0
-    """Shares of packed experts; 0 is one for each NUMA node of the pool."""
+    """Number of parts of packed experts; 0: one for each NUMA node of the pool."""
     share: TierShare | None = None
-    """Each layer's share of the memory for experts that lie on disk; None: all are in memory."""
+    """Each layer's share of the memory for experts on disk; None: all experts are in memory."""
     staging: ExpertStaging | None = None
-    """Moves what packed experts need from the model's device and back; None: it is the host."""
+    """Copies data between the model's device and packed experts; None: the device is the host."""
 
 
 def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.Module:
     """Build the operator of a module.
 
     Args:
-        planned: gives its spec and the format of its matrices.
-        model: the skeleton, where operators below the module are in place already.
-        resources: of the process.
+        planned: spec of the operator and format of its matrices.
+        model: the skeleton, in which operators below the module are already in place.
+        resources: shared objects of the process.
     """
     spec, name = planned.spec, planned.module
     settings = _make_settings(planned, resources.pool)
@@ -171,7 +171,7 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
 
 
 def _count_before(model: Any, name: str, *, has_state: bool) -> int:
-    """Return how many layers before a mixer's own keep a state, or KV."""
+    """Return how many layers before a mixer's own layer keep a state, or else KV."""
     layers = list(model.model.layers)[: model.get_submodule(name).layer_idx]
     is_one = _keeps_state if has_state else _keeps_kv
     return sum(any(map(is_one, layer.children())) for layer in layers)
@@ -234,13 +234,13 @@ def _build_experts(spec: ExpertsSpec, planned: ModulePlan, resources: Resources)
 
 
 def build_rotary(spec: RotarySpec) -> Operator:
-    """Build ``Rope``, or ``LayeredRope`` where it depends on the layer."""
+    """Build ``Rope``, or ``LayeredRope`` if the RoPE depends on the layer."""
     ropes = {name: Rope(rope, is_half=spec.is_half) for name, rope in spec.ropes.items()}
     return ropes[""] if len(ropes) == 1 and "" in ropes else LayeredRope(ropes)
 
 
 def _build_layer(spec: DecoderLayerSpec, module: nn.Module, name: str) -> DecoderLayer:
-    """Build a layer of the operators that are in place of the module's children."""
+    """Build a decoder layer from the operators that have replaced the module's children."""
     operators = {n: m for n, m in module.named_children() if isinstance(m, Operator)}
     norms = [operators[name] if name else None for name in spec.norms]
     first, attention_out, second, mlp_out = norms

@@ -1,6 +1,6 @@
-"""Experts that lie on disk: whether a model needs that, how it is sized, and how its disk reads.
+"""Experts on disk: choice of memory and disk settings, and measurement of the disk's read speed.
 
-``plan_tier`` decides; ``open_tier`` makes the memory that loading gives to the layers.
+``plan_tier`` sizes the memory; ``open_tier`` allocates it, and loading gives it to the layers.
 """
 
 import time
@@ -32,25 +32,27 @@ __all__ = [
 
 MIB = 1 << 20
 MEASURED_BYTES = 48 * MIB
-"""Read at each depth: some tens of milliseconds on a disk of 1 to 7 GB/s."""
+"""Bytes read at each queue depth: some tens of milliseconds on a disk of 1 to 7 GB/s."""
 DEPTHS = ((4, 1024), (8, 1024), (16, 512), (32, 256))
-"""Operations at a time, and KiB of one of them."""
+"""Queue depths to measure, each with the KiB of one read."""
 DEFAULT_DEPTH = (16, 512)
 MEASURE_TIMEOUT_MS = 2_000
-"""A disk that takes longer is measured by what it read until then."""
+"""Timeout of a measurement in milliseconds; a slower disk is measured by what it read until
+then.
+"""
 
 
 class ReadRate(NamedTuple):
-    """The speed of a disk."""
+    """Read speed of a disk with the settings that reach it."""
 
     depth: int
     part_bytes: int
     bytes_per_s: float
-    """0 if it could not be measured."""
+    """Bytes per second; 0 if it could not be measured."""
 
 
 def list_expert_sizes(plan: ModelPlan) -> ExpertSizes | None:
-    """Return the sizes of a plan's routed experts; None if it has none that are packed."""
+    """Return number and size of a plan's routed experts; None if it has no packed ones."""
     packed = [m for m in plan.matrices if m.role == "experts"]
     if not packed or any(m.weight_format == NO_FORMAT for m in packed):
         return None
@@ -73,13 +75,13 @@ def plan_tier(
     """Return the plan with its experts on disk.
 
     Args:
-        plan: of the model.
-        budget_bytes: for experts.
-        wanted_slots: see ``size_tier``.
-        policy: of ``EXPERT_POLICIES``.
-        read_rate: of the disk.
+        plan: the model's plan.
+        budget_bytes: memory for experts.
+        wanted_slots: as for ``size_tier``.
+        policy: a name of ``EXPERT_POLICIES``.
+        read_rate: measured speed of the disk.
 
-    Raises: ConfigError (no routed experts, or none that are packed; no slot fits).
+    Raises: ConfigError (no routed experts, or none that are packed; not even one slot fits).
     """
     sizes = list_expert_sizes(plan)
     if sizes is None:
@@ -109,9 +111,9 @@ def plan_tier(
 
 
 def open_tier(plan: ExpertTierPlan) -> TierShare:
-    """Reserve the memory of a tier; return each layer's share of it.
+    """Reserve the memory for experts on disk; return each layer's share.
 
-    Raises: CapacityError (memory).
+    Raises: CapacityError (not enough memory).
     """
     num_slots = plan.num_slots * plan.num_layers
     reader = DirectReader(
@@ -133,7 +135,7 @@ def open_tier(plan: ExpertTierPlan) -> TierShare:
 
 
 def follow_experts(model: nn.Module) -> None:
-    """Let each layer's experts on disk be guessed while the layer before computes."""
+    """Let each layer's experts on disk be predicted while the previous layer computes."""
     before: DiskExperts | None = None
     for block in model.modules():
         if not isinstance(block, MoeBlock):
@@ -148,13 +150,14 @@ def follow_experts(model: nn.Module) -> None:
 
 
 def measure_reads(folder: Path, read_bytes: int) -> ReadRate:
-    """Read from a folder's largest file as experts are read; return the best depth and its rate.
+    """Read parts of a folder's largest file as experts are read; return the best depth and its
+    rate.
 
-    Takes a fraction of a second. What cannot be measured has the rate 0.
+    Takes a fraction of a second. The rate is 0 if nothing can be measured.
 
     Args:
-        folder: of the checkpoint, or of packed weights.
-        read_bytes: of one expert.
+        folder: folder of the checkpoint, or of packed weights.
+        read_bytes: size of one expert.
     """
     files = [p for p in (folder.iterdir() if folder.is_dir() else [folder]) if p.is_file()]
     largest = max(files, key=lambda p: p.stat().st_size, default=None)

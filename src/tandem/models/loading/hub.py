@@ -1,8 +1,8 @@
 """The place of a checkpoint's files: a folder, or a snapshot of a hub repository.
 
-Downloading is huggingface_hub's business: it resumes, honours mirrors (HF_ENDPOINT) and offline
-mode (HF_HUB_OFFLINE), and keeps its own cache. This module only names what we need of a
-repository and turns the library's errors into ours.
+huggingface_hub does the downloading: it resumes, honours mirrors (HF_ENDPOINT) and offline mode
+(HF_HUB_OFFLINE), and keeps its own cache. This module only names the needed files of a repository
+and converts the library's errors to ours.
 """
 
 from collections.abc import Callable
@@ -14,23 +14,25 @@ from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, Unsupp
 __all__ = ["DEMO_FOLDER", "DEMO_MODEL", "WANTED_FILES", "pull", "resolve_folder"]
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-"""Configuration, weights, tokenizer and chat template; never pickles or code."""
+"""Patterns of files to download: configuration, weights, tokenizer, chat template; never pickles or
+code.
+"""
 
 DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
-"""The model that ships in the package; examples/demo_model made it."""
+"""Folder of the model that the package ships; examples/demo_model made it."""
 
 Progress = Callable[[int, int, str], None]
 """``progress(done_bytes, total_bytes, what)``; ``total_bytes`` is 0 while unknown."""
 
 
 def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Path:
-    """Return the folder of a checkpoint, or its GGUF file, without touching the network.
+    """Return the folder of a checkpoint, or its GGUF file, without network access.
 
     Args:
-        path_or_id: a folder, a GGUF file, a hub id that was pulled before, or ``demo`` (a folder of
-            that name is ``./demo``).
-        revision: of a hub id.
+        path_or_id: a folder, a GGUF file, a hub id that was pulled before, or ``demo`` (for a
+            folder of that name write ``./demo``).
+        revision: revision of a hub id.
 
     Raises:
         NotFoundError: no such folder or file, and no such snapshot in the local cache.
@@ -49,18 +51,18 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
 
 
 def pull(model_id: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Download a checkpoint, or what is missing of it, and return its folder.
+    """Download a checkpoint, or its missing files, and return its folder.
 
     Args:
         model_id: ``org/name`` on the hub.
-        revision: branch, tag or commit; None is the default branch.
+        revision: branch, tag or commit; None: the default branch.
         progress: called from download threads.
 
     Raises:
         ConfigError: not a hub id.
         NotFoundError: no such repository or revision, or offline and not in the cache.
         UnsupportedError: the repository has no safetensors weights.
-        PeerLostError: the network failed; what was downloaded is kept, so pull again.
+        PeerLostError: the network failed; downloaded files are kept, so pull again.
     """
     if not _looks_like_id(model_id):
         raise ConfigError("models.pull", f"{model_id!r} is not a hub id: write org/name")
@@ -126,11 +128,11 @@ def _snapshot(
 
 
 def _make_progress_class(progress: Progress) -> Any:
-    """Make a tqdm that reports bytes to ``progress`` instead of drawing."""
+    """Return a tqdm class that reports bytes to ``progress`` instead of drawing."""
     from tqdm import tqdm
 
     class CallbackTqdm(tqdm):
-        """Counts what huggingface_hub's bars count; only those in bytes are reported."""
+        """A tqdm bar that reports counts in bytes and ignores other counts."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self._in_bytes = kwargs.get("unit") == "B"

@@ -1,4 +1,6 @@
-"""Putting the operators of a plan into a skeleton: children first, so a parent has its parts."""
+"""Replacement of a skeleton's modules by a plan's operators; children first, so parents
+find them.
+"""
 
 from typing import Any
 
@@ -16,12 +18,12 @@ __all__ = ["apply_plan", "find_module_format", "require_no_meta"]
 
 
 def apply_plan(model: Any, plan: ModelPlan, resources: Resources) -> None:
-    """Replace modules of ``model`` by the operators that a plan names, in place.
+    """Replace modules of ``model`` by a plan's operators, in place.
 
     Args:
         model: a skeleton on the meta device, of the plan's configuration; modified.
-        plan: gives spec and weight format of each operator.
-        resources: threads, caches and parts.
+        plan: spec and weight format of each operator.
+        resources: threads, caches and number of parts.
 
     Raises: UnsupportedError: a module of the plan has a problem.
     """
@@ -33,7 +35,7 @@ def apply_plan(model: Any, plan: ModelPlan, resources: Resources) -> None:
 
 
 def find_module_format(module: nn.Module) -> WeightFormat | None:
-    """Return the format in which a module stores its matrices; None: as tensors, or it has none."""
+    """Return the format of a module's matrices; None: they are tensors, or there are none."""
     if isinstance(module, HostedExperts):
         module = module.native
     if isinstance(module, NativeExperts):
@@ -43,7 +45,7 @@ def find_module_format(module: nn.Module) -> WeightFormat | None:
 
 
 def require_no_meta(model: nn.Module) -> None:
-    """Assert that loading left nothing on the meta device.
+    """Check that no tensor is left on the meta device after loading.
 
     Raises:
         UnsupportedError: a module has a buffer that no operator can rebuild.

@@ -1,4 +1,4 @@
-"""From a checkpoint to a model that runs paged batches."""
+"""Loading of a checkpoint into a model that runs paged batches."""
 
 import logging
 import re
@@ -82,7 +82,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_UPLOADS = 4
-"""Experts of a layer that a decode step uploads at most: places on the device and in staging."""
+"""Most experts of a layer that a decode step uploads: the number of places on device and in
+staging.
+"""
 
 
 class CausalModel:
@@ -91,12 +93,12 @@ class CausalModel:
     Not thread-safe: one step at a time. Made by ``load_model``.
 
     Attributes:
-        spec: what it is; ``spec.dtype`` is the dtype it runs in.
-        plan: how it is stored and run.
-        context: the device and what is made once around it.
+        spec: description of the model; ``spec.dtype`` is the dtype it runs in.
+        plan: the plan by which it was loaded.
+        context: the device with its shared objects.
         weights_digest: SHA-256 over all bytes of the weights, hex.
-        ignored_weights: tensors of the checkpoint that nothing needs, and why.
-        adapters: None until ``enable_adapters``.
+        ignored_weights: tensors of the checkpoint that no module needs, with the reason.
+        adapters: table of LoRA adapters; None until ``enable_adapters``.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class CausalModel:
         self._execution = context.choose_execution(self.dtype)
         self.skeleton = skeleton
         self.ropes = _find_ropes(find_base_part(skeleton, "rotary")[1], plan, device)
-        """By ``rope_idx`` of the layers."""
+        """RoPEs of the model, by ``rope_idx`` of the layers."""
         base = skeleton.model
         self._embed, self._norm = (
             find_base_part(skeleton, part)[1] for part in ("embedding", "norm")
@@ -128,19 +130,24 @@ class CausalModel:
         self._layer_inputs = _find_layer_inputs(base)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
         self.moe = find_moe_layers(plan) if self.is_fused else None
-        """The layers that choose experts; None where ``choices`` stays None."""
+        """Layers with routed experts; None if ``choices`` stays None."""
         self.choices: Tensor | None = None
-        """Choices of the last step, int64 [layers with experts, tokens, top_k], which the next one
-        overwrites. None where layers are not fused or have no experts."""
+        """Expert choices of the last step, int64 [layers with experts, tokens, top_k], overwritten
+        by the next step. None if layers are not fused or have no experts.
+        """
         self.adapters: ModelAdapters | None = None
         self._hybrid: HybridDecoder | None = None
         self._lane: UploadLane | None = None
         self._fixed: dict[tuple[int, int], FixedDecode] | None = None
-        """Memory of captured decodes, by tokens and blocks of each; None: steps bring their own."""
+        """Memory of captured decode steps, by tokens and blocks of each; None: steps bring their
+        own.
+        """
         self.packed_writer: PackedWriter | None = None
-        """Writes packed weights behind; None where there is nothing to write."""
+        """Thread that writes packed weights in the background; None if there is nothing to
+        write.
+        """
         self.packed_folders: list[Path] = []
-        """Folders that packed weights are mapped from, now or when they have been written."""
+        """Folders from which packed weights are mapped, now or once they have been written."""
 
     def enable_hybrid(
         self,
@@ -152,7 +159,7 @@ class CausalModel:
         num_slots: int = 0,
         make_policy: Callable[[], SlotPolicy] | None = None,
     ) -> HybridDecoder:
-        """Run decode steps on a device with routed experts on the host; return what does.
+        """Run decode steps on a device with routed experts on the host; return their runner.
 
         Args:
             device: runs this model's operators.
@@ -215,9 +222,9 @@ class CausalModel:
         return self._hybrid
 
     def count_expert_hits(self) -> tuple[int, int]:
-        """Return the experts of all steps that their cache held, and that it did not.
+        """Return how many experts of all steps their cache held, and how many it did not.
 
-        (0, 0) where experts have no cache.
+        (0, 0) if experts have no cache.
         """
         if self._lane is not None:
             return self._lane.counts
@@ -229,19 +236,19 @@ class CausalModel:
 
     @property
     def hosted(self) -> list[HostedExperts]:
-        """Routed experts on the host beside a device, in the order of their layers."""
+        """Routed experts on the host of a model on another device, in the order of their layers."""
         return [m for m in self.skeleton.modules() if isinstance(m, HostedExperts)]
 
     def enable_stream(
         self, min_tokens: int, *, range_bytes: int = RANGE_BYTES
     ) -> ExpertStream | None:
-        """Stream routed experts to the model's device in steps of many tokens; return what does.
+        """Stream routed experts to the model's device in steps of many tokens; return the stream.
 
         Args:
-            min_tokens: of a step, from which it streams.
-            range_bytes: of experts that come together.
+            min_tokens: fewest tokens of a step for which experts are streamed.
+            range_bytes: bytes of experts that are copied together.
 
-        Returns: None where no experts lie in one piece of the host's memory.
+        Returns: None if experts do not lie in one piece of host memory.
         """
         hosted = self.hosted
         if not hosted or not all(experts.native.is_in_one_piece for experts in hosted):
@@ -254,10 +261,11 @@ class CausalModel:
         return stream
 
     def enable_adapters(self, max_adapters: int) -> ModelAdapters:
-        """Make the model take LoRA adapters, once, before its first step; return their table.
+        """Make the model take LoRA adapters and return their table; call once, before the first
+        step.
 
         Args:
-            max_adapters: that are loaded at a time.
+            max_adapters: most adapters that are loaded at a time.
         """
         assert self.adapters is None, "adapters are enabled already"
         self.adapters = ModelAdapters(self.skeleton, self.dtype, self.context, max_adapters)
@@ -265,12 +273,12 @@ class CausalModel:
 
     @property
     def is_fused(self) -> bool:
-        """True if every layer runs as one operator, so that the skeleton's forward is not used."""
+        """True if every layer runs as one operator, so transformers' forward is not used."""
         return self._fused is not None
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in memory; shared ones count once."""
+        """Bytes of all weights in memory; shared weights count once."""
         seen = {p.untyped_storage().data_ptr(): p for p in self.skeleton.parameters()}
         packed = [m.packed_bytes for m in self.skeleton.modules() if isinstance(m, Operator)]
         return sum(p.untyped_storage().nbytes() for p in seen.values()) + sum(packed)
@@ -281,12 +289,12 @@ class CausalModel:
         sharing: KvSharing = "relaxed",
         windows: WindowLayout | None = None,
     ) -> KvIdentity:
-        """Return what decides whether KV that this model wrote may be shared.
+        """Return the identity that decides whether KV written by this model may be shared.
 
         Args:
-            layout: of the blocks that hold it.
-            sharing: whether other rounding classes may read and write the same blocks.
-            windows: of the blocks of the layers with a window; None: they are part of ``layout``.
+            layout: layout of the blocks that hold the KV.
+            sharing: policy for sharing blocks with instances that round differently.
+            windows: blocks of the layers with a window; None: they are part of ``layout``.
         """
         return make_kv_identity(
             self.skeleton,
@@ -304,7 +312,7 @@ class CausalModel:
 
         Args:
             block_size: tokens per block.
-            kv_dtype: of the stored keys and values; ``auto`` is the model's, ``int8`` and ``fp8``
+            kv_dtype: dtype of stored keys and values; ``auto`` is the model's, ``int8`` and ``fp8``
                 are codes with scales.
 
         Raises:
@@ -320,15 +328,15 @@ class CausalModel:
         kv_dtype: str = "auto",
         num_window_blocks: int = 0,
     ) -> PagedKvCache:
-        """Allocate a pool of blocks on the model's device.
+        """Allocate a pool of KV blocks on the model's device.
 
         Args:
-            num_blocks: of the pool.
+            num_blocks: number of blocks.
             block_size: tokens of a block.
-            kv_dtype: as of ``kv_layout``.
-            num_window_blocks: blocks of layers with a window, in a pool of their own; 0: those
-                layers are part of the other blocks, or, where their KV has other sizes, have a pair
-                of each (``PagedKvCache.is_paired``).
+            kv_dtype: as for ``kv_layout``.
+            num_window_blocks: blocks for layers with a window, in a pool of their own; 0: those
+                layers use the other blocks, or, if their KV has other sizes, paired blocks
+                (``PagedKvCache.is_paired``).
         """
         layout = self.kv_layout(block_size, kv_dtype)
         is_uneven = self.spec.window_sizes is not None
@@ -344,7 +352,9 @@ class CausalModel:
         return cache
 
     def allocate_states(self, num_slots: int) -> StateCache | None:
-        """Allocate slots of states on the model's device; None where no layer has a state."""
+        """Allocate slots of recurrent states on the model's device; None if no layer has a
+        state.
+        """
         layout = self.spec.state_layout
         return None if layout is None else self.context.make_state_cache(layout, num_slots)
 
@@ -358,7 +368,7 @@ class CausalModel:
     ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted logits.
 
-        See ``compute_hidden``, whose rows the head projects.
+        Arguments and errors as for ``compute_hidden``, whose rows the head projects.
 
         Returns: float32 [R, V], new; row r belongs to ``batch.logit_rows[r]``.
         """
@@ -366,7 +376,8 @@ class CausalModel:
 
     @torch.inference_mode()
     def project(self, hidden_RD: Tensor) -> Tensor:
-        """Return the logits of rows of ``compute_hidden``: of tokens, or of a model's labels.
+        """Return the logits of rows of ``compute_hidden``, over tokens or over a classifier's
+        labels.
 
         Returns: float32 [R, V], new.
         """
@@ -389,12 +400,11 @@ class CausalModel:
         Args:
             batch: the tokens; token ids below the vocabulary size, blocks below the pool's.
             kv_cache: written at the batch's slots, read at its block tables.
-            on_layer: called with the number of each layer in the cache's own blocks, not in those
-                of windows, once its KV of this step is there.
-            states: the slots that the batch's sequences go on with, for a model that has
-                ``spec.state_layout``.
+            on_layer: called once a layer's KV of this step is stored, with the layer's index in the
+                cache; not called for layers with a window whose blocks are separate.
+            states: state slots of the batch's sequences, for a model with ``spec.state_layout``.
 
-        Returns: [R, D] in the model's dtype, behind the final norm; row r belongs to
+        Returns: [R, D] in the model's dtype, after the final norm; row r belongs to
             ``batch.logit_rows[r]``.
 
         Raises:
@@ -497,7 +507,7 @@ class CausalModel:
         return hidden
 
     def _find_fixed(self, batch: PagedBatch, kv_cache: PagedKvCache) -> FixedDecode | None:
-        """Return the memory that a graph of this step has; None: it is queued anew."""
+        """Return the fixed memory for capturing this step in a graph; None: run without a graph."""
         is_decode = batch.num_sequences == batch.num_tokens > 0
         if self._fixed is None or not is_decode or batch.adapter_rows:
             return None
@@ -541,12 +551,12 @@ def load_model(
     """Load a checkpoint as planned: skeleton, operators, weights, in that order.
 
     Args:
-        plan: see ``plan_model``; nothing is decided again.
+        plan: the plan made by ``plan_model``; all choices are taken from it.
         pool: runs the native kernels, kept; None = one of as many threads as the machine allows.
         progress: ``progress(done_bytes, total_bytes, what)`` after each tensor.
-        is_written_behind: leave packed weights that are to be kept to the model's
-            ``packed_writer``, which the caller starts and closes. Else they are on the disk, and
-            mapped from there, when this returns, as other instances need that map them too.
+        is_written_behind: True to let the model's ``packed_writer``, which the caller starts and
+            closes, write packed weights to the cache later. Otherwise they are on disk, and mapped
+            from there, when this returns, as other instances need that map them too.
 
     Raises:
         NotFoundError: a file or tensor of the checkpoint is missing.
@@ -607,15 +617,15 @@ def open_weights(
     *,
     is_behind: bool = False,
 ) -> tuple[WeightSource, WeightHasher, PackedCaches | None]:
-    """Open the weights of a plan, begin to hash them, and open the caches of packed ones.
+    """Open the weights of a plan, begin to hash them, and open the caches of packed weights.
 
     Args:
-        checkpoint: says how its weights are coded.
+        checkpoint: the opened checkpoint, with its quantization.
         plan: names the folder, the dtype and the cache.
-        context: its threads hash, its execution is given to operators.
-        progress: see ``load_model``.
-        stack: closes all three.
-        is_behind: see ``PackedCaches``.
+        context: its threads hash, and its execution is given to operators.
+        progress: as for ``load_model``.
+        stack: closes all three results.
+        is_behind: as for ``PackedCaches``.
     """
     folder, dtype = Path(plan.folder), TORCH_DTYPES[plan.spec.dtype]
     source = open_source(
@@ -647,9 +657,10 @@ def open_weights(
 
 
 def count_mapped_bytes(plan: ModelPlan) -> int:
-    """Return how many bytes of a plan's weights are mapped from a file, for all instances once.
+    """Return the bytes of a plan's weights that are mapped from a file, once for all instances.
 
-    These are packed experts that are kept; parts of them on NUMA nodes are copies of a process.
+    These are cached packed experts; if experts have parts on NUMA nodes, each process has copies
+    instead.
     """
     if plan.expert_parts > 1 or plan.tier is not None or _choose_packed_root(plan) is None:
         return 0
@@ -677,10 +688,10 @@ def _choose_packed_root(plan: ModelPlan) -> Path | None:
 
 
 def _find_layer_inputs(base: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """Return what gives a step's layers inputs of their own; None: they have none.
+    """Return a function that computes the layers' additional inputs; None: they have none.
 
-    They are [T, layers, items], of tokens [T] and their embeddings [T, D]: rows of a table by
-    token, and a projection of the embeddings, which transformers' module sums.
+    It takes tokens [T] and their embeddings [T, D] and returns [T, layers, items]: table rows by
+    token plus a projection of the embeddings, added by transformers' module.
     """
     if getattr(base, "embed_tokens_per_layer", None) is None:
         return None
@@ -697,8 +708,8 @@ def _find_ropes(
 ) -> tuple[Angles, ...]:
     """Return the RoPEs of a model, by ``rope_idx`` of its layers.
 
-    Those of the operator, or, where a rule keeps transformers' module, new ones with its angles:
-    attentions that are replaced take theirs from the step.
+    These are the operator's, or, if a rule keeps transformers' module, new ones with its angles,
+    since replaced attention modules take angles from the step.
     """
     if module is None:
         # The model has no rotary module, so its MLA layers get a rotation that changes nothing.
@@ -723,7 +734,7 @@ def _find_ropes(
 
 
 def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:
-    """Return the layout of a KV block of a model; ``auto`` is the dtype it runs in.
+    """Return the layout of a model's KV block; ``auto`` is the dtype that the model runs in.
 
     Raises: ConfigError for an unknown dtype.
     """
@@ -779,11 +790,11 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource) -> dict[str, str]:
-    """Give every module of a skeleton its weights; return {name: why} of those that nothing needs.
+    """Load the weights of every module; return the unused tensors with reasons, {name: why}.
 
-    Operators load themselves; modules that are transformers' own get frozen parameters.
+    Operators load themselves; transformers' own modules get frozen parameters.
 
-    Raises: what ``WeightReader.read_into`` raises; ConfigError (a tensor belongs to no module).
+    Raises: the errors of ``WeightReader.read_into``; ConfigError (a tensor belongs to no module).
     """
     _load_modules(
         model, checkpoint, rename_reader(source, source.entries, checkpoint.config.model_type)
@@ -792,7 +803,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource)
 
 
 def _load_modules(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
-    """In the order of the model, one operator at a time."""
+    """Load the modules in the model's order, one operator at a time."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Operator):
             module.load(source, name)
@@ -807,7 +818,7 @@ def _load_modules(model: nn.Module, checkpoint: Checkpoint, source: WeightReader
 def _load_plain(
     model: nn.Module, module: nn.Module, name: str, checkpoint: Checkpoint, source: WeightReader
 ) -> None:
-    """Load a module that the rules left as it is."""
+    """Load a module of transformers that the rules did not replace."""
     if name == "lm_head" and checkpoint.config.tie_word_embeddings:
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
         is_ours = isinstance(embedding, Embedding) and embedding.packed is not None
@@ -833,7 +844,7 @@ def _list_stored_buffers(module: nn.Module) -> list[str]:
 
 
 def _read_buffers(module: nn.Module, name: str, source: WeightReader) -> None:
-    """Read the buffers that checkpoints hold, in the dtype that the skeleton gives them."""
+    """Read the buffers that checkpoints store, in the dtype of the skeleton's buffers."""
     for key in _list_stored_buffers(module):
         buffer = module._buffers[key]
         assert buffer is not None, key
@@ -845,5 +856,7 @@ def _read_buffers(module: nn.Module, name: str, source: WeightReader) -> None:
 def _rebuild_buffers(
     model: nn.Module, module: nn.Module, name: str, checkpoint: Checkpoint
 ) -> None:
-    """Make a module without weights again, now off the meta device: it computes its buffers."""
+    """Build a module without weights again, off the meta device, so that it computes its
+    buffers.
+    """
     model.set_submodule(name, type(module)(checkpoint.config).eval())

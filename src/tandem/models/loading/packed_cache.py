@@ -1,16 +1,16 @@
 """Packed weights of a checkpoint on disk, so that a second start maps them instead of packing.
 
-A folder holds one checkpoint in one weight format: a file of packed bytes per operator, as
-docs/design/models/weight_formats.md lays them out, and ``manifest.json``, which names their
-sources. Files are written whole under another name, synced and renamed before the manifest names
-them, so a run that is cut short loses the file it was at, and the next one goes on. They are
-written while the model loads, or behind it (``packed_writer.py``). A manifest of another source,
-format or layout, or a file of another size, is refused, logged and rebuilt.
+A folder holds one checkpoint in one weight format: a file of packed bytes for each operator, laid
+out as in docs/design/models/weight_formats.md, and ``manifest.json``, which names the files'
+source. Files are written under another name, synced and renamed before the manifest names them, so
+an interrupted run loses only the file it was writing, and the next run continues. They are written
+while the model loads, or afterwards in the background (``packed_writer.py``). A manifest of another
+source, format or layout, or a file of another size, is refused, logged and rebuilt.
 
-Files are mapped shared and read-only: processes that serve the same model share the memory. One
-process writes at a time; another that would like to keeps what it packs in memory of its own. What
-another user may write to is not mapped: shortening a mapped file ends the processes that use
-it, and no check at opening could see that. Nothing here writes to a finished file.
+Files are mapped shared and read-only, so processes that serve the same model share the memory. One
+process writes at a time; another that also packs keeps its result in its own memory. Files that
+another user may write to are not mapped: shortening a mapped file kills the processes that use it,
+and no check at opening could prevent that. Finished files are never written to.
 """
 
 import fcntl
@@ -51,29 +51,30 @@ logger = logging.getLogger(__name__)
 DEFAULT_ROOT = Path("~/.cache/tandem/packed")
 
 MIN_CACHED_BYTES = 256 << 20
-"""Packed bytes of a model below which packing again takes about a second: no file is made."""
+"""Packed bytes of a model below which packing takes about a second, so nothing is cached."""
 
 LAYOUT = "tandem-experts-1"
-"""The layout of docs/design/models/weight_formats.md; a change of it takes the next number."""
+"""Name of the layout in docs/design/models/weight_formats.md; a changed layout gets the next
+number.
+"""
 
 MANIFEST_NAME = "manifest.json"
 SUFFIX = ".packed"
 PARTIAL_SUFFIX = ".partial"
 
 WRITE_BYTES = 4 << 20
-"""Written at once: what a writer that is told to stop still does."""
+"""Bytes written at once, and so at most after the writer is told to stop."""
 SYNC_BYTES = 32 << 20
-"""Written between two syncs, so that little memory waits for the disk."""
+"""Bytes written between two syncs, so that little memory waits for the disk."""
 
 
 def choose_root(wish: str, folder: Path, size_bytes: int) -> Path | None:
-    """Return where a checkpoint's packed weights are kept; None for nowhere.
+    """Return the folder for a checkpoint's packed weights; None: they are not cached.
 
     Args:
-        wish: ``auto`` (under the user's cache folder, if there is much to keep), ``off``, or a
-            folder.
-        folder: the checkpoint's.
-        size_bytes: of all packed weights.
+        wish: ``auto`` (in the user's cache folder, if the weights are large), ``off``, or a folder.
+        folder: the checkpoint's folder.
+        size_bytes: size of all packed weights.
     """
     if wish == "off" or (wish == "auto" and size_bytes < MIN_CACHED_BYTES):
         return None
@@ -85,9 +86,9 @@ def choose_root(wish: str, folder: Path, size_bytes: int) -> Path | None:
 
 
 def may_write_cache(wish: str, folder: Path) -> bool:
-    """Return True if loading a checkpoint may write packed weights; by the size of its files alone.
+    """Return True if loading a checkpoint may write packed weights, judged by its files' sizes.
 
-    Args: as of ``choose_root``.
+    Args: as for ``choose_root``.
     """
     gguf = find_gguf(folder)
     files = folder.glob("*.safetensors") if gguf is None else list_parts(gguf)
@@ -98,39 +99,39 @@ def may_write_cache(wish: str, folder: Path) -> bool:
 
 
 def has_manifest(root: Path) -> bool:
-    """Return True if anything was kept under a root of ``choose_root``, of whatever source."""
+    """Return True if a folder of ``choose_root`` holds cached weights, of whatever source."""
     return next(root.glob(f"*/{MANIFEST_NAME}"), None) is not None
 
 
 class PackedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One finished file."""
+    """A finished file of packed weights."""
 
     size_bytes: int
     crc32: int
 
 
 class PackedManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The source of a folder of packed weights, and the parts that are finished."""
+    """The source of a folder of packed weights, and its finished files."""
 
     layout: str
     source: str
-    """Hash over what the packed bytes were made from; see ``tandem.models.loading.loader``."""
+    """Hash over everything that the packed bytes depend on; see ``name_packed_source``."""
     weight_format: str
     files: dict[str, PackedFile]
-    """By dotted path of the operator."""
+    """Finished files, by dotted path of the operator."""
 
 
 class PackedCaches:
-    """The caches of one checkpoint, a folder for each format that its rules ask for.
+    """Packed caches of one checkpoint, a folder for each weight format in use.
 
     Use as a context manager. Not thread-safe.
 
     Args:
-        root: holds a folder per format.
-        find_source: returns ``PackedManifest.source``; asked when there is a manifest to compare or
-            to write, as the hash behind it may take a while.
-        is_behind: weights are noted when they are packed, and written later by whom
-            ``take_unwritten`` gives them to.
+        root: folder that holds a folder per format.
+        find_source: returns ``PackedManifest.source``; called only when a manifest is compared or
+            written, as the hash may take a while.
+        is_behind: True to note packed weights now and write them later, by the caller of
+            ``take_unwritten``.
     """
 
     def __init__(
@@ -148,12 +149,12 @@ class PackedCaches:
         self.close()
 
     def close(self) -> None:
-        """Close all of them; idempotent."""
+        """Close all caches; idempotent."""
         for cache in self._caches.values():
             cache.close()
 
     def open(self, weight_format: str) -> "PackedCache":
-        """Return the cache of a format, the same one each time."""
+        """Return the cache of a weight format, the same object each time."""
         cache = self._caches.get(weight_format)
         if cache is None:
             cache = PackedCache(
@@ -167,11 +168,11 @@ class PackedCaches:
 
     @property
     def folders(self) -> list[Path]:
-        """Those of the formats in use."""
+        """Folders of the formats in use."""
         return [cache.folder for cache in self._caches.values()]
 
     def take_unwritten(self) -> "list[PackedCache]":
-        """Return the caches that have weights to write; they are the caller's to close."""
+        """Return the caches that have weights to write; the caller closes them."""
         caches = [cache for cache in self._caches.values() if cache.unwritten]
         self._caches = {k: c for k, c in self._caches.items() if not c.unwritten}
         return caches
@@ -186,16 +187,16 @@ class PackedCaches:
 
 
 class PackedCache:
-    """A folder of packed weights, for one checkpoint and one weight format.
+    """A folder of packed weights of one checkpoint in one weight format.
 
-    Use as a context manager; closing gives up the right to write. What was mapped stays mapped.
-    Not thread-safe.
+    Use as a context manager; closing releases the write lock. Mapped weights stay mapped. Not
+    thread-safe.
 
     Args:
-        folder: made when something is written; readable by its owner alone.
-        find_source: see ``PackedCaches``.
+        folder: made when something is written; accessible to its owner alone.
+        find_source: as for ``PackedCaches``.
         weight_format: the format's name.
-        is_behind: see ``PackedCaches``.
+        is_behind: as for ``PackedCaches``.
     """
 
     def __init__(
@@ -223,18 +224,18 @@ class PackedCache:
         self.close()
 
     def close(self) -> None:
-        """Let other processes write. Idempotent."""
+        """Release the write lock. Idempotent."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     @property
     def files(self) -> Mapping[str, PackedFile]:
-        """The finished files, by operator."""
+        """Finished files, by operator."""
         return self._files
 
     def find(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
-        """Return an operator's finished weights, mapped read-only; None where there are none."""
+        """Return an operator's packed weights, mapped read-only; None if they are not cached."""
         path = self.locate(name, size_bytes)
         try:
             return None if path is None else np.memmap(path, np.uint8, "r")
@@ -243,7 +244,7 @@ class PackedCache:
             return None
 
     def locate(self, name: str, size_bytes: int) -> Path | None:
-        """Return the file of an operator's finished weights; None where there is none."""
+        """Return the file of an operator's packed weights; None if they are not cached."""
         entry = self._files.get(name)
         if entry is None:
             return None
@@ -268,10 +269,11 @@ class PackedCache:
         return path
 
     def keep(self, name: str, packed: NDArray[np.uint8]) -> NDArray[np.uint8] | None:
-        """Write what was packed and return it mapped, to be used instead of the memory given.
+        """Write packed weights to the cache and return them mapped, to use instead of the given
+        memory.
 
-        None: that memory stays in use, because it is written later (and borrowed until then), or
-        another process writes to the folder, or the disk has no room, which is logged once.
+        None: the given memory stays in use, because it will be written later (and is borrowed until
+        then), another process is writing to the folder, or the disk is full, which is logged once.
         """
         flat = packed.reshape(-1)
         if self._is_behind:
@@ -285,12 +287,13 @@ class PackedCache:
         packed: NDArray[np.uint8],
         should_stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Make packed weights durable and name them in the manifest; whether they are there now.
+        """Write packed weights durably and add them to the manifest; return True if they are cached
+        now.
 
         Args:
-            name: of the operator.
+            name: name of the operator.
             packed: its bytes, contiguous.
-            should_stop: asked between two writes; true leaves no file.
+            should_stop: checked between two writes; if it returns True, no file is left.
         """
         if should_stop() or not self._can_write or not self._take_lock():
             return False
@@ -316,7 +319,7 @@ class PackedCache:
     def _write_file(
         path: Path, packed: NDArray[np.uint8], should_stop: Callable[[], bool]
     ) -> int | None:
-        """Write and sync a new file; return its CRC-32, or None where it was told to stop."""
+        """Write and sync a new file; return its CRC-32, or None if it was told to stop."""
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb", buffering=0) as file:
@@ -357,7 +360,9 @@ class PackedCache:
         return self.folder / (name + SUFFIX + PARTIAL_SUFFIX)
 
     def _read_manifest(self) -> dict[str, PackedFile]:
-        """Return what is finished, if it is of this source, format and layout, else nothing."""
+        """Return the finished files if the manifest has this source, format and layout;
+        else none.
+        """
         path = self.folder / MANIFEST_NAME
         try:
             risk = find_risk(self.folder.stat())
@@ -402,7 +407,9 @@ class PackedCache:
             os.close(descriptor)
 
     def _take_lock(self) -> bool:
-        """Become the one writer; what the manifest says may have changed until then."""
+        """Take the write lock and read the manifest again, as another process may have
+        changed it.
+        """
         if self._lock is not None:
             return True
         try:
@@ -433,7 +440,9 @@ class PackedCache:
 
 
 def list_packed_files(folder: Path) -> list[Path]:
-    """Return the finished files of a folder that only we may write to, whatever their source."""
+    """Return the finished files of a folder that no other user may write to, whatever their
+    source.
+    """
     try:
         return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not find_risk(path.stat())]
     except OSError as error:
@@ -442,7 +451,9 @@ def list_packed_files(folder: Path) -> list[Path]:
 
 
 def find_risk(info: os.stat_result) -> str:
-    """Return which other users may write to a file or folder; empty if only we and root may."""
+    """Return the reason why other users may write to a file or folder; empty if only we and root
+    may.
+    """
     if info.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {info.st_uid}"
     return "others may write to it" if info.st_mode & 0o022 else ""

@@ -1,9 +1,9 @@
-"""Packed weights written to their cache behind a model that serves.
+"""Background writing of packed weights to their cache while the model serves.
 
-The first start of a large model should not wait for its disk: what it packed is written by one
-thread of the lowest priority, a file after the other, while the memory that holds it is in use.
-Whatever ends that early loses the file it was at; the next start maps the finished ones and writes
-the others. A full disk, or another process that writes, costs the cache and no request.
+The first start of a large model should not wait for its disk: one thread of the lowest priority
+writes the packed weights, file by file, while they are in use in memory. An early end loses only
+the file being written; the next start maps the finished files and writes the others. A full disk,
+or another process that writes, costs the cache but no request.
 """
 
 import logging
@@ -19,16 +19,18 @@ logger = logging.getLogger(__name__)
 
 LOWEST_PRIORITY = 19
 CLOSE_TIMEOUT_S = 5.0
-"""A disk may take seconds for one sync; a thread left behind ends with the process."""
+"""Seconds to wait for the thread; a sync may take seconds, and a remaining thread ends with the
+process.
+"""
 
 
 class PackedWriter:
-    """Writes what caches have noted, once, in a thread of its own.
+    """A thread that writes the caches' unwritten weights, once.
 
-    Begun by ``start``, after the model serves; ended by ``close`` at any time.
+    Started by ``start``, after the model serves; ended by ``close`` at any time.
 
     Args:
-        caches: with weights to write; owned.
+        caches: caches with weights to write; owned.
     """
 
     def __init__(self, caches: list[PackedCache]) -> None:
@@ -37,17 +39,19 @@ class PackedWriter:
         self._thread = threading.Thread(target=self._run, name="packed-writer", daemon=True)
 
     def start(self) -> None:
-        """Begin to write; once."""
+        """Begin to write; call once."""
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all is written or given up; whether that is so."""
+        """Wait until all is written or given up; return True if so, False after the timeout."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop where it is. Nothing half-written is left, unless the disk takes seconds; then its
-        name says what it is, and the next writer removes it. Idempotent.
+        """Stop writing. Idempotent.
+
+        No partly written file is left, unless the disk takes seconds; such a file is marked by its
+        name, and the next writer removes it.
         """
         self._stopping.set()
         if self._thread.ident is not None:
@@ -72,7 +76,7 @@ class PackedWriter:
                 cache.unwritten.clear()
 
     def _write(self, cache: PackedCache) -> int:
-        """Return the bytes of a cache that were written before it refused, or all of them."""
+        """Write a cache's weights; return the bytes that were written."""
         num_bytes = 0
         for name in list(cache.unwritten):
             if not cache.write(name, cache.unwritten[name], self._stopping.is_set):

@@ -1,7 +1,7 @@
-"""The skeleton: transformers' own module tree on the meta device, with our attention in its seam.
+"""The skeleton: transformers' module tree on the meta device, with our attention plugged in.
 
-Nothing here has weights. What transformers computes when it builds a module (RoPE frequencies) is
-on the meta device too and is replaced with the operator that owns it.
+No module has weights. Tensors that transformers computes when it builds a module (RoPE frequencies)
+are on the meta device too and are replaced with the operator that owns them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTION_NAME", "build_skeleton", "list_modules"]
 
 ATTENTION_NAME = "tandem_paged"
-"""The name under which transformers' models find our attention."""
+"""Name under which our attention is registered in transformers."""
 
 
 UNSTATED = -1
-"""The window of a module that passes none; None is one that passes that it has none."""
+"""Default for modules that pass no window; None is a module's explicit statement that it
+has none.
+"""
 
 
 def attend_paged(
@@ -43,7 +45,7 @@ def attend_paged(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend a layer of the skeleton over paged KV.
+    """Attend in a layer of transformers' model over paged KV.
 
     Shapes: query [1, H, T, d], key and value [1, K, T, d] after RoPE; the result [1, T, H, d].
     """
@@ -74,8 +76,8 @@ def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreT
 
     Args:
         config: transformers' configuration.
-        attention: transformers' name of the implementation, None = its choice; ours reads paged KV,
-            without gradients.
+        attention: transformers' name of the attention implementation; None: transformers' choice.
+            Ours reads paged KV and has no gradients.
 
     Raises: ConfigError if transformers cannot build it.
     """

@@ -1,13 +1,13 @@
-"""The hash over all bytes of a checkpoint's weights: in threads, beside loading, and once.
+"""Hash over all bytes of a checkpoint's weights, computed once, by threads, while loading.
 
-A tensor's digest is SHA-256 over the SHA-256 of each of its leaves of 64 MiB, so that one tensor of
-a fused MoE layer is hashed by many threads. The digest of the weights is SHA-256 over name, dtype,
-shape and digest of every tensor by name: how tensors are spread over files does not count.
+A tensor's digest is SHA-256 over the SHA-256 of each of its leaves of 64 MiB, so that many threads
+can hash one tensor of a fused MoE layer. The digest of the weights is SHA-256 over name, dtype,
+shape and digest of every tensor, by name: the division into files does not matter.
 
-Digests are kept by file under the user's cache folder, and are valid while inode, size, mtime and
-ctime are what they were. (ctime finds what restores mtime, such as rsync.) A file that changed
-within two seconds of the hash might change again without another timestamp: such a digest is not
-believed. docs/design/engine/kv_identity.md has the grammar and the measured rates.
+Digests are stored by file in the user's cache folder, and are valid while inode, size, mtime and
+ctime are unchanged. (ctime reveals tools that restore mtime, such as rsync.) A file that changed
+within two seconds before its hash might change again without a new timestamp: such a digest is not
+trusted. docs/design/engine/kv_identity.md has the grammar and the measured rates.
 """
 
 import hashlib
@@ -38,17 +38,18 @@ logger = logging.getLogger(__name__)
 DEFAULT_ROOT = Path("~/.cache/tandem/digests")
 
 LEAF_BYTES = 64 << 20
-"""Bytes of a tensor, what one hash takes in; part of the definition of the digest."""
+"""Bytes of a tensor in one leaf of the hash; part of the digest's definition."""
 
 READ_BYTES = 1 << 20
-"""Read at once: a buffer that stays in a core's L2 between the copy and the hash."""
+"""Bytes read at once: a buffer that stays in a core's L2 cache between copy and hash."""
 
 MIN_CACHED_BYTES = 64 << 20
-"""Bytes of weights that are hashed in about 50 ms: below that no file is kept."""
+"""Bytes of weights, hashed in about 50 ms, below which digests are not stored."""
 
 SETTLED_NS = 2_000_000_000
-"""Time between the last change of a file and its hash after which another change gets another
-timestamp; covers file systems that keep whole seconds."""
+"""Nanoseconds after a file's last change from which another change gets another timestamp; covers
+file systems that store whole seconds.
+"""
 
 CACHE_VERSION = 1
 
@@ -56,7 +57,7 @@ Progress = Callable[[int, int, str], None]
 
 
 class FileState(NamedTuple):
-    """The facts that are compared to know that a file has not changed."""
+    """Facts about a file whose equality means that it has not changed."""
 
     inode: int
     size_bytes: int
@@ -65,34 +66,36 @@ class FileState(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> "FileState":
-        """Return the state of the file itself, links followed."""
+        """Return the state of a file, with links followed."""
         info = path.stat()
         return cls(info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 class HashedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Digests of one file's tensors, and the state of the file that they are of."""
+    """Digests of one file's tensors, and the state of the file when it was hashed."""
 
     state: FileState
     tensors: dict[str, str]
-    """Hex digest by name."""
+    """Hex digest by tensor name."""
 
 
 class DigestRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All files of a checkpoint."""
+    """Digests of all files of a checkpoint."""
 
     version: int
     folder: str
     files: dict[str, HashedFile]
-    """By the file's name in the folder."""
+    """Digests by file name in the folder."""
 
 
 class DigestCache:
-    """Digests of one checkpoint's files on disk. Damage and other owners cost a hash, no error.
+    """Digests of one checkpoint's files, stored on disk.
+
+    A damaged file, or one of another owner, is ignored, and the weights are hashed again.
 
     Args:
-        root: made when something is written, 0700.
-        folder: the checkpoint's.
+        root: folder, made with mode 0700 when something is written.
+        folder: the checkpoint's folder.
     """
 
     def __init__(self, root: Path, folder: Path) -> None:
@@ -102,11 +105,11 @@ class DigestCache:
 
     @classmethod
     def of_user(cls, folder: Path) -> "DigestCache":
-        """Return the cache of a checkpoint under the user's cache folder."""
+        """Return the digest cache of a checkpoint in the user's cache folder."""
         return cls(DEFAULT_ROOT, folder)
 
     def read(self) -> dict[str, HashedFile]:
-        """Return what may be believed, by the file's name."""
+        """Return the digests that can be trusted, by file name."""
         try:
             info = self.path.stat()
             risk = find_risk(self.path.parent.stat()) or find_risk(info)
@@ -126,12 +129,12 @@ class DigestCache:
         }
 
     def write(self, files: dict[str, HashedFile], began_ns: int) -> None:
-        """Replace what is there; a disk that refuses is logged.
+        """Replace the stored digests; a failing disk is logged.
 
         Args:
-            files: by name.
-            began_ns: before any byte of them was read, since the epoch. The record's mtime: what is
-                edited while its file is hashed must get another timestamp, however long that takes.
+            files: digests by file name.
+            began_ns: time since the epoch before any byte was read, stored as the record's mtime: a
+                file that is edited while it is hashed must get a later timestamp.
         """
         record = DigestRecord(CACHE_VERSION, self._folder, files)
         partial = None
@@ -153,12 +156,12 @@ class DigestCache:
 
 
 def name_packed_source(weights: str, config: dict[str, str], read_dtype: str) -> str:
-    """Return a hash over what the bytes of packed weights are made from.
+    """Return a hash over everything that the bytes of packed weights depend on.
 
     Args:
-        weights: see ``WeightHasher.result``.
-        config: see ``tandem.models.identity.list_config_values``.
-        read_dtype: the dtype that rounded the weights before they were packed; empty for none.
+        weights: digest of ``WeightHasher.result``.
+        config: values of ``tandem.models.identity.list_config_values``.
+        read_dtype: dtype to which weights were rounded before packing; empty: none.
     """
     facts = json.dumps([weights, config, read_dtype], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()
@@ -171,14 +174,15 @@ class _Leaf(NamedTuple):
 
 
 class WeightHasher:
-    """Hashes a checkpoint's weights in threads of its own, from construction on.
+    """Hash of a checkpoint's weights, computed in threads that start at construction.
 
-    Use as a context manager; leaving it drops what has not begun. One thread calls ``result``.
+    Use as a context manager; leaving it cancels tasks that have not begun. One thread calls
+    ``result``.
 
     Args:
         entries: the tensors, by name.
-        num_threads: at most so many; hashing releases the GIL.
-        cache: digests of files that have not changed are taken from here; None = hash all.
+        num_threads: most threads; hashing releases the GIL.
+        cache: stored digests of unchanged files; None: hash all.
     """
 
     def __init__(
@@ -194,7 +198,7 @@ class WeightHasher:
         self._missing = {path for path in self._states if not self._is_known(path)}
         missing = [entry for entry in entries.values() if entry.path in self._missing]
         self.num_bytes = sum(entry.end - entry.begin for entry in missing)
-        """Bytes that are hashed; 0 if all digests were known."""
+        """Bytes to hash; 0 if all digests were stored."""
         self._executor = ThreadPoolExecutor(max(1, num_threads), "weight-hash")
         self._tasks: dict[Future[list[bytes]], list[_Leaf]] = {
             self._executor.submit(_hash_leaves, path, leaves): leaves
@@ -209,11 +213,10 @@ class WeightHasher:
         self._executor.shutdown(cancel_futures=True)
 
     def result(self, progress: Progress | None = None) -> str:
-        """Wait for the digest of the weights, hex; the same one each time.
+        """Wait for the digest of the weights, hex; every call returns the same one.
 
         Args:
-            progress: ``progress(done_bytes, total_bytes, what)`` while there is something to wait
-                for.
+            progress: ``progress(done_bytes, total_bytes, what)`` while waiting.
 
         Raises: CorruptionError if a file changed or ended meanwhile.
         """
@@ -269,13 +272,15 @@ class WeightHasher:
 
 
 def _list_leaves(entry: "TensorEntry") -> Iterator[_Leaf]:
-    """Yield the leaves of a tensor; an empty one has an empty leaf."""
+    """Yield the leaves of a tensor; an empty tensor has one empty leaf."""
     for begin in range(entry.begin, max(entry.end, entry.begin + 1), LEAF_BYTES):
         yield _Leaf(entry.name, begin, min(begin + LEAF_BYTES, entry.end))
 
 
 def _make_batches(entries: Iterable["TensorEntry"]) -> Iterator[tuple[Path, list[_Leaf]]]:
-    """Yield neighbours in a file, about a leaf's size of them: small tensors cost no task each."""
+    """Yield batches of neighbouring leaves, about a leaf's size each, so small tensors share a
+    task.
+    """
     batch: list[_Leaf] = []
     path, size = None, 0
     for entry in sorted(entries, key=lambda entry: (entry.path, entry.begin)):
@@ -299,7 +304,9 @@ def _hash_leaves(path: Path, leaves: list[_Leaf]) -> list[bytes]:
 
 
 def _hash_leaf(path: Path, descriptor: int, leaf: _Leaf, buffer: memoryview) -> bytes:
-    """Read into a buffer, not mapped: a file that is cut meanwhile is an error and no SIGBUS."""
+    """Hash a leaf by reading into a buffer: a file cut meanwhile gives an error, where a mapping
+    would crash.
+    """
     digest = hashlib.sha256()
     position = leaf.begin
     while position < leaf.end:

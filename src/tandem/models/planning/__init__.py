@@ -1,1 +1,1 @@
-"""Planning of a checkpoint, before a weight is read."""
+"""Planning of how a checkpoint will be run, before a weight is read."""

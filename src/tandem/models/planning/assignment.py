@@ -1,6 +1,6 @@
-"""Assigning rules to the modules of a skeleton: which operator each becomes, in which format.
+"""Assignment of rules to a skeleton's modules: the operator of each, and its weight format.
 
-Children come first, so that a module above knows what those below it became.
+Children come first, so that a parent module's assignment can depend on theirs.
 """
 
 from collections.abc import Iterator
@@ -46,10 +46,10 @@ from tandem.placement.rules import DEFAULT, Assignment, Rule, RuleTable, assign_
 __all__ = ["DefaultFormats", "Workload", "load_rules", "plan_modules"]
 
 Workload = Literal["serving", "training"]
-"""The built-in rules that apply: operators for steps, or frozen weights under adapters."""
+"""Set of built-in rules: operators for serving, or frozen weights with adapters for training."""
 
 BUILT_IN = "built-in"
-"""The place of rules that no file gives."""
+"""Place name of rules that come from no user file."""
 
 
 MULTIPLIED = (
@@ -64,29 +64,32 @@ MULTIPLIED = (
     FrozenLinearSpec,
     HeadSpec,
 )
-"""Specs of operators whose matrices take the format of linear modules."""
+"""Specs of operators whose matrices take the weight format of linear modules."""
 GATED = (GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec)
-"""Specs of operators with matrices that say how a state decays: these take that of scores."""
+"""Specs of operators with matrices that control a state's decay; these take the format of
+scores.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultFormats:
-    """The formats of matrices, by name, where no rule says otherwise."""
+    """Names of the weight formats that apply without a rule."""
 
     experts: str
     linear: str
     router: str
-    """The format of the routers' scores, which choose: one that loses nothing."""
+    """Format of router scores, which determine choices: one without loss."""
     stored: StoredModel = field(default_factory=StoredModel)
-    """The matrices of the checkpoint that may keep the format that they are stored in."""
+    """Matrices of the checkpoint that may keep their stored format."""
 
     def choose(self, name: str, spec: OperatorSpec, kwargs: dict[str, Any]) -> tuple[str, bool]:
-        """Return (format of an operator's matrices, whether each keeps that of its codes).
+        """Return (format of an operator's matrices, True if each matrix keeps the format of its
+        codes).
 
         Args:
-            name: of the module.
-            spec: of its operator.
-            kwargs: of its rule, whose wish goes first.
+            name: path of the module.
+            spec: spec of its operator.
+            kwargs: arguments of its rule, whose format has precedence.
         """
         wish: str | None = kwargs.get(FORMAT_KWARG)
         if wish is not None and wish != NO_FORMAT:
@@ -122,11 +125,11 @@ class DefaultFormats:
 def load_rules(
     given: str | Path | tuple[Rule, ...] | None, workload: Workload = "serving"
 ) -> tuple[Rule, ...]:
-    """Return the rules that are given, or those of a file, and then the workload's built-in ones.
+    """Return the given rules, or those of a file, followed by the workload's built-in rules.
 
     Raises:
         NotFoundError: no such file.
-        ConfigError: it is not a rule file.
+        ConfigError: the file is not a rule file.
     """
     builtin = resources.files("tandem.models") / "rules" / f"{workload}.yaml"
     rules = parse_rules(builtin.read_text("utf-8"), BUILT_IN)
@@ -145,15 +148,15 @@ def load_rules(
 def plan_modules(
     describer: Describer, rules: tuple[Rule, ...], *, device: str, formats: DefaultFormats
 ) -> tuple[RuleTable, tuple[ModulePlan, ...]]:
-    """Say what becomes of each module of a skeleton.
+    """Decide the operator and format of each module of a skeleton.
 
     Args:
-        describer: of the skeleton.
+        describer: specs of the skeleton's modules.
         rules: in order of precedence.
-        device: where the operators will run, to say where that differs from what a rule asks.
-        formats: of the matrices.
+        device: where operators will run, to note where a rule asks for another device.
+        formats: default weight formats.
 
-    A rule that took a module without operator here is a ``problem`` of that module.
+    A rule that matches a module for which there is no operator becomes that module's ``problem``.
 
     Raises:
         ConfigError: a rule names an unknown operator or argument.
@@ -253,7 +256,7 @@ def _note_devices(rule: Rule, device: str) -> str:
 
 
 def _find_absorbed(table: RuleTable, plans: dict[str, ModulePlan]) -> Iterator[tuple[str, str]]:
-    """Yield (module, the operator above it that took its weights)."""
+    """Yield (module, the operator above it that took over its weights)."""
     owner = None
     for assignment in table.assignments:
         name = assignment.module.name

@@ -1,4 +1,4 @@
-"""The layers that choose experts, and whether a model can defer some of them."""
+"""The layers with routed experts, and whether a model can defer some experts."""
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.model.layers import DecoderLayerSpec
@@ -13,11 +13,11 @@ FUSED = "DecoderLayer"
 def check_deferral(
     num_deferred: int, layers: tuple[LayerSpec, ...], modules: tuple[ModulePlan, ...]
 ) -> None:
-    """Refuse to defer experts that a model has not, or where layers are not fused.
+    """Refuse to defer experts if the model has too few, or layers that are not fused.
 
     Raises:
         ConfigError: more experts than a token has, or a model without experts.
-        UnsupportedError: the skeleton's own layers run.
+        UnsupportedError: layers run as transformers' modules.
     """
     if not num_deferred:
         return
@@ -46,7 +46,7 @@ def _count_kinds(layers: tuple[LayerSpec, ...]) -> int:
 
 
 def find_moe_layers(plan: ModelPlan) -> MoeLayers | None:
-    """Return the layers with routed experts; None where there are none, or of several sizes."""
+    """Return the layers with routed experts; None if there are none, or they differ in size."""
     specs = {layer.index: layer.mlp for layer in plan.layers if isinstance(layer.mlp, MoeSpec)}
     if _count_kinds(plan.layers) != 1:
         return None

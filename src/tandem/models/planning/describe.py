@@ -1,8 +1,8 @@
-"""From a module of the skeleton to the spec of our operator for it: one function each.
+"""Specs of our operators from the skeleton's modules: one function for each kind of module.
 
-A module is told by the parts that transformers made (``roles``) and by what it computes
-(``probes``), not by its name, so any family whose module has the common shape is taken; one that
-has not is refused with what is missing. The skeleton is read and never changed.
+A module is recognised by its parts (``roles``) and by what it computes (``probes``), not by its
+name, so any family whose module has the usual form is supported; another module is refused with
+what is missing. The skeleton is read and never changed.
 """
 
 from collections.abc import Callable, Mapping
@@ -111,12 +111,14 @@ __all__ = [
 
 GATED_NATIVELY = tuple(Activation(name) for name in ("silu", "gelu", "gelu_tanh"))
 ANGLE_TOLERANCE = 1e-5
-"""Between two orders of computing frequencies in float32, relative."""
+"""Relative tolerance for frequencies computed in float32 in two orders."""
 NO_ROPE: Literal["none"] = "none"
 CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
-"""The checkpoints' names of a bias of the choice alone; the router has it, or its block."""
+"""Checkpoint names of a bias that only affects the router's choice; the router or its block
+has it.
+"""
 LAYER_SCALE = "layer_scalar"
-"""The checkpoints' name of a factor on what a decoder layer returns."""
+"""Checkpoint name of a factor on a decoder layer's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +130,19 @@ class ModuleView:
     model: Any
     config: Any
     attentions: Mapping[str, AttentionCall | str]
-    """See ``roles.observe_attentions``."""
+    """Result of ``roles.observe_attentions``."""
     state_mixers: Mapping[str, StateMixerSpec | str] = field(default_factory=dict)
-    """See ``state_mixers.observe_state_mixers``."""
+    """Result of ``state_mixers.observe_state_mixers``."""
     operators: Mapping[str, OperatorSpec] = field(default_factory=dict)
-    """Specs of the modules below it that become operators, by dotted path."""
+    """Specs of the modules below this one that become operators, by dotted path."""
 
 
 Describe = Callable[[Any, ModuleView], OperatorSpec]
-"""Finds the spec of a module. Raises: UnfitModuleError."""
+"""Function that returns the spec of a module. Raises: UnfitModuleError."""
 
 
 class Describer:
-    """The specs of a skeleton's modules, each found once.
+    """Specs of a skeleton's modules, each computed once.
 
     Args:
         model: the skeleton, on the meta device; borrowed, not changed.
@@ -153,9 +155,10 @@ class Describer:
         self._found: dict[tuple[str, Describe], OperatorSpec | str] = {}
 
     def describe(self, name: str, describe: Describe) -> OperatorSpec:
-        """Return the spec that a function of this module finds for a module.
+        """Return the spec that a ``describe_...`` function returns for a module; cached.
 
-        Raises: UnfitModuleError (the module is no such operator; the text says what is missing).
+        Raises: UnfitModuleError (the module does not fit the operator; the text says what is
+            missing).
         """
         key = (name, describe)
         if key not in self._found:
@@ -173,7 +176,7 @@ class Describer:
     ) -> OperatorSpec:
         """Return the spec of a module that depends on which modules below it become operators.
 
-        Raises: as ``describe``.
+        Raises: UnfitModuleError, as ``describe``.
         """
         if self._attentions is None:
             self._attentions = observe_attentions(self.model)
@@ -195,7 +198,7 @@ def _has_bias(module: Any) -> bool:
 
 
 def describe_linear(module: Any, view: ModuleView) -> LinearSpec | HeadSpec:
-    """Describe a linear module; the model's head is one of its own kind."""
+    """Return the spec of a linear module, or of the model's head."""
     _require(module, "in_features", "out_features")
     if view.model.get_output_embeddings() is module:
         return describe_lm_head(module, view)
@@ -207,7 +210,7 @@ def describe_linear(module: Any, view: ModuleView) -> LinearSpec | HeadSpec:
 
 
 def describe_frozen_linear(module: Any, view: ModuleView) -> FrozenLinearSpec:
-    """Describe a linear module that is frozen; a head that is the embedding's matrix is none."""
+    """Return the spec of a frozen linear module; a head tied to the embedding is refused."""
     _require(module, "in_features", "out_features")
     is_head = view.model.get_output_embeddings() is module
     if is_head and view.config.get_text_config().tie_word_embeddings:
@@ -220,7 +223,7 @@ def describe_frozen_linear(module: Any, view: ModuleView) -> FrozenLinearSpec:
 
 
 def describe_lm_head(module: Any, view: ModuleView) -> HeadSpec:
-    """Describe the projection to the vocabulary."""
+    """Return the spec of the projection to the vocabulary, or to a classifier's labels."""
     _require(module, "in_features", "out_features")
     soft_cap = getattr(view.config, "final_logit_softcapping", None) or 0.0
     is_score = classifies(view.config)
@@ -235,7 +238,7 @@ def describe_lm_head(module: Any, view: ModuleView) -> HeadSpec:
 
 
 def _find_logit_scale(config: Any) -> float:
-    """Return what logits are multiplied by: Cohere's factor, or one over Granite's divisor.
+    """Return the factor on logits: Cohere's factor, divided by Granite's divisor.
 
     Raises: UnfitModuleError (a divisor of 0).
     """
@@ -247,7 +250,7 @@ def _find_logit_scale(config: Any) -> float:
 
 
 def describe_embedding(module: Any, view: ModuleView) -> EmbeddingSpec:
-    """Describe an embedding of tokens."""
+    """Return the spec of a token embedding."""
     del view
     _require(module, "num_embeddings", "embedding_dim")
     if not isinstance(module, nn.Embedding):
@@ -262,11 +265,11 @@ def describe_embedding(module: Any, view: ModuleView) -> EmbeddingSpec:
 
 
 _NORM_OFFSETS: dict[type, float] = {}
-"""By class, as each has many norms that differ in size alone."""
+"""Norm offset by class, cached because a class has many norms that differ only in size."""
 
 
 def describe_norm(module: Any, view: ModuleView | None = None) -> NormSpec:
-    """Describe an RMSNorm."""
+    """Return the spec of an RMSNorm."""
     del view
     _require(module, "weight")
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -279,7 +282,7 @@ def describe_norm(module: Any, view: ModuleView | None = None) -> NormSpec:
 
 
 def describe_layer_norm(module: Any, view: ModuleView | None = None) -> LayerNormSpec:
-    """Describe a LayerNorm."""
+    """Return the spec of a LayerNorm."""
     del view
     _require(module, "weight")
     offset, eps = find_layer_norm(module)
@@ -289,12 +292,12 @@ def describe_layer_norm(module: Any, view: ModuleView | None = None) -> LayerNor
 
 
 def list_rope_names(config: Any) -> list[str]:
-    """Return the types of layers that have a RoPE of their own; one empty name if all share it."""
+    """Return the layer types with a RoPE of their own; one empty name if all layers share one."""
     return sorted(set(config.layer_types)) if has_layered_rope(config) else [""]
 
 
 def describe_rotary(module: Any, view: ModuleView) -> RotarySpec:
-    """Describe the rotary embedding of a model, or those of its types of layers."""
+    """Return the spec of a model's rotary embedding, or of those of its layer types."""
     _require(module, "rope_type")
     names = list_rope_names(view.config)
     is_layered = names != [""]
@@ -311,10 +314,10 @@ def describe_rotary(module: Any, view: ModuleView) -> RotarySpec:
 
 
 def _describe_rope(module: Any, config: Any, name: str) -> RopeSpec:
-    """Describe the RoPE of a type of layer, and see that its angles are those of the module.
+    """Return the spec of a layer type's RoPE, after checking that it gives the module's angles.
 
-    Classes differ in which fields they read: some rotate a part of a head where the configuration
-    asks for it, others all of it. Therefore the module tells how many items it rotates.
+    Classes read different fields: some rotate a part of a head if the configuration says so, others
+    always the whole head. So the number of rotated items is taken from the module.
     """
     inv_freq, attention_factor = read_frequencies(module, name)
     raw: dict[str, Any] = config.rope_parameters[name] if name else config.rope_parameters
@@ -348,7 +351,7 @@ def _find_rope_idx(module: Any, config: Any, *, rotates: bool = True) -> int:
 
 
 def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
-    """Describe grouped-query attention."""
+    """Return the spec of grouped-query attention."""
     _require(module, "head_dim", "layer_idx")
     names, out_name = find_projections(module), find_output(module)
     if not names:
@@ -423,7 +426,9 @@ def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
 
 
 def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
-    """Describe attention that stays transformers' module, as far as its KV and its cost go."""
+    """Return the spec of attention that remains transformers' module, as far as its KV and cost are
+    concerned.
+    """
     _require(module, "head_dim", "layer_idx")
     names, out_name = find_projections(module), find_output(module)
     call = view.attentions.get(view.name, "it was not there before the rules")
@@ -449,14 +454,16 @@ def describe_kept_attention(module: Any, view: ModuleView) -> GqaSpec:
 
 
 def _find_chunk(module: Any, config: Any) -> int:
-    """Return the size of the chunks whose borders a layer's attention does not cross; 0: none."""
+    """Return the size of the chunks within which a layer attends; 0: no chunks."""
     kinds = getattr(config, "layer_types", None) or ()
     is_chunked = bool(kinds) and kinds[module.layer_idx] == "chunked_attention"
     return int(config.attention_chunk_size) if is_chunked else 0
 
 
 def _find_position_scale(module: Any, config: Any, *, rotates: bool = True) -> PositionScale | None:
-    """Return the factor of attentions that are told positions, by the fields that they read."""
+    """Return the scaling of queries by position, from the fields that the attention reads; None:
+    none.
+    """
     if getattr(module, "attn_temperature_tuning", False) and not rotates:
         return PositionScale(float(module.attn_scale), int(module.floor_scale), offset=1)
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -469,7 +476,7 @@ def _find_position_scale(module: Any, config: Any, *, rotates: bool = True) -> P
 
 
 def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
-    """Describe latent attention."""
+    """Return the spec of multi-head latent attention."""
     _require(module, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling")
     q_norm = getattr(module, "q_a_layernorm", None)
     norms = [describe_norm(n) for n in (module.kv_a_layernorm, q_norm) if n is not None]
@@ -501,12 +508,16 @@ def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
 
 
 INDEX, SHARES_CHOICE = "indexer", "skip_topk"
-"""An attention's index, and whether it uses the choice of an earlier layer in place of its own."""
+"""Attributes of an attention: its index, and the flag that it uses an earlier layer's choice
+instead.
+"""
 INDEX_PARTS = {"wq_b", "wk", "k_norm", "weights_proj"}
 
 
 def _describe_index(module: Any, view: ModuleView) -> IndexSpec | None:
-    """Describe the index by which attention chooses tokens; None: it has none of its own."""
+    """Return the spec of the index by which attention chooses tokens; None: it has none of
+    its own.
+    """
     index = getattr(module, INDEX, None)
     if index is None:
         if getattr(module, SHARES_CHOICE, False) and not _find_chooser(module, view):
@@ -531,13 +542,13 @@ def _describe_index(module: Any, view: ModuleView) -> IndexSpec | None:
 
 
 def _find_chooser(module: Any, view: ModuleView) -> bool:
-    """Return True if a layer before a module's own has an index."""
+    """Return True if a layer before this module's layer has an index."""
     earlier = list(view.model.model.layers)[: module.layer_idx]
     return any(getattr(layer.self_attn, INDEX, None) is not None for layer in earlier)
 
 
 def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
-    """Describe a gated delta rule, whose state takes the place of KV."""
+    """Return the spec of a gated delta rule, whose state replaces KV."""
     found = _find_state_mixer(view)
     if not isinstance(found, GatedDeltaSpec):
         raise UnfitModuleError(f"{type(module).__name__} is no gated delta rule")
@@ -545,7 +556,7 @@ def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
 
 
 def describe_kimi_delta(module: Any, view: ModuleView) -> KimiDeltaSpec:
-    """Describe Kimi delta attention."""
+    """Return the spec of Kimi delta attention."""
     found = _find_state_mixer(view)
     if not isinstance(found, KimiDeltaSpec):
         raise UnfitModuleError(f"{type(module).__name__} is no Kimi delta attention")
@@ -553,7 +564,7 @@ def describe_kimi_delta(module: Any, view: ModuleView) -> KimiDeltaSpec:
 
 
 def describe_short_conv(module: Any, view: ModuleView) -> ShortConvSpec:
-    """Describe a short convolution that is a mixer of its own."""
+    """Return the spec of a short convolution that is a mixer of its own."""
     found = _find_state_mixer(view)
     if not isinstance(found, ShortConvSpec):
         raise UnfitModuleError(f"{type(module).__name__} is no short convolution")
@@ -561,7 +572,7 @@ def describe_short_conv(module: Any, view: ModuleView) -> ShortConvSpec:
 
 
 def describe_mamba2(module: Any, view: ModuleView) -> Mamba2Spec:
-    """Describe Mamba2's state space."""
+    """Return the spec of Mamba2's state space."""
     found = _find_state_mixer(view)
     if not isinstance(found, Mamba2Spec):
         raise UnfitModuleError(f"{type(module).__name__} is no state space of Mamba2")
@@ -576,7 +587,7 @@ def _find_state_mixer(view: ModuleView) -> StateMixerSpec:
 
 
 def describe_frozen_gated_delta(module: Any, view: ModuleView) -> FrozenGatedDeltaSpec:
-    """Describe a gated delta rule that stays a module of transformers."""
+    """Return the spec of a gated delta rule that remains transformers' module."""
     found = _find_state_mixer(view)
     if not isinstance(found, GatedDeltaSpec | KimiDeltaSpec):
         raise UnfitModuleError(f"{type(module).__name__} is no gated delta rule")
@@ -584,7 +595,7 @@ def describe_frozen_gated_delta(module: Any, view: ModuleView) -> FrozenGatedDel
 
 
 def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
-    """Describe a dense MLP."""
+    """Return the spec of a dense MLP."""
     del view
     names = find_gate_up(module)
     if not names:
@@ -610,7 +621,7 @@ def _refuse_others(module: Any, others: set[str]) -> None:
 
 
 def describe_router(module: Any, view: ModuleView) -> RouterSpec:
-    """Describe a router."""
+    """Return the spec of a router."""
     if hasattr(module, "per_expert_scale"):
         return _describe_scaling_router(module)
     _require(module, "weight", "top_k")
@@ -632,7 +643,9 @@ def describe_router(module: Any, view: ModuleView) -> RouterSpec:
 
 
 def _describe_scaling_router(module: Any) -> RouterSpec:
-    """Describe a router that norms its input and has a factor for each expert, as Gemma 4's."""
+    """Return the spec of a router that norms its input and has a factor for each expert, as Gemma
+    4's.
+    """
     _require(module, "proj", "scale", "norm", "per_expert_scale")
     return RouterSpec(
         hidden_size=module.proj.in_features,
@@ -646,15 +659,15 @@ def _describe_scaling_router(module: Any) -> RouterSpec:
 
 
 def describe_experts(module: Any, view: ModuleView) -> ExpertsSpec:
-    """Describe routed experts whose weights are one parameter for all of a layer."""
+    """Return the spec of routed experts whose weights are one parameter for the whole layer."""
     del view
     return describe_routed_experts(module)
 
 
 def describe_routed_experts(module: Any) -> ExpertsSpec:
-    """Do as ``describe_experts``, of a module that may be of no skeleton.
+    """Return the spec of routed experts in a module that need not belong to a skeleton.
 
-    Raises: UnfitModuleError (they are of another shape or activation).
+    Raises: UnfitModuleError (the experts have another shape or activation).
     """
     if is_experts(module) and not is_gated_experts(module):
         return _describe_ungated_experts(module)
@@ -679,7 +692,7 @@ def describe_routed_experts(module: Any) -> ExpertsSpec:
 
 
 def describe_frozen_experts(module: Any, view: ModuleView) -> ExpertsSpec:
-    """Describe routed experts that are packed while adapters are trained."""
+    """Return the spec of routed experts that are packed while adapters are trained."""
     spec = describe_experts(module, view)
     if spec.scales_input:
         raise UnfitModuleError(f"{type(module).__name__} takes inputs that its router has scaled")
@@ -704,7 +717,7 @@ def _describe_ungated_experts(module: Any) -> ExpertsSpec:
 
 
 def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
-    """Describe a block of a router, its experts and those that every token uses."""
+    """Return the spec of a block with a router, its experts and shared experts."""
     children = {name for name, _ in module.named_children()}
     gate = next((name for name in ("gate", "router") if name in children), "gate")
     _require(module, gate, "experts")
@@ -725,7 +738,7 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
 
 
 def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
-    """Describe a layer all of whose parts become operators."""
+    """Return the spec of a decoder layer whose parts all become operators."""
     mixer, mlp_name = (
         next((n for n in names if getattr(module, n, None) is not None), names[0])
         for names in (MIXER_NAMES, FEED_FORWARD_NAMES)
@@ -789,7 +802,7 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
 
 
 BESIDE = ("router", "experts")
-"""Parts of a layer that has experts beside its MLP."""
+"""Attributes of a layer with experts in parallel with its MLP."""
 BESIDE_NORMS = (
     "post_feedforward_layernorm_1",
     "pre_feedforward_layernorm_2",
@@ -800,7 +813,9 @@ INPUT_NORM = "post_per_layer_input_norm"
 
 
 def _describe_beside(parts: Mapping[str, OperatorSpec | None]) -> tuple[str, ...]:
-    """Return the norms of experts that a layer has beside its MLP; none: it has none."""
+    """Return the norms of experts that run in parallel with a layer's MLP; empty: there are
+    none.
+    """
     if not {*BESIDE, *BESIDE_NORMS} <= parts.keys():
         return ()
     if not isinstance(parts["router"], RouterSpec) or not isinstance(parts["experts"], ExpertsSpec):
@@ -809,7 +824,7 @@ def _describe_beside(parts: Mapping[str, OperatorSpec | None]) -> tuple[str, ...
 
 
 def _is_fusable(block: MoeBlockSpec, name: str, view: ModuleView) -> bool:
-    """Return True if all parts of a block are operators, so that it can add into a residual."""
+    """Return True if all parts of a block are operators, so that it can add into the residual."""
     parts = (
         (block.gate_name, RouterSpec),
         ("experts", ExpertsSpec),

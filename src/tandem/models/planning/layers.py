@@ -1,4 +1,4 @@
-"""The decoder layers of a skeleton as data, and what a model is as a whole by them."""
+"""The decoder layers of a skeleton as data, and the properties of the whole model that follow."""
 
 import re
 from collections.abc import Iterable
@@ -57,7 +57,7 @@ __all__ = ["complete_spec", "list_layers", "place_matrices"]
 def list_layers(describer: Describer) -> tuple[LayerSpec, ...]:
     """Return the decoder layers of a skeleton.
 
-    Raises: UnsupportedError (a layer has no attention or no MLP that we know).
+    Raises: UnsupportedError (a layer has no attention or no MLP that is known).
     """
     model = describer.model
     layers = getattr(getattr(model, "model", None), "layers", None)
@@ -86,7 +86,9 @@ def place_matrices(
     matrices: Iterable[MatrixPlan],
     adapters: Iterable[AdapterPlace],
 ) -> tuple[tuple[LayerSpec, ...], tuple[MatrixPlan, ...]]:
-    """Return the layers with their matrices and places of adapters, and the matrices left over."""
+    """Return the layers with their matrices and adapter places, and the matrices outside of
+    layers.
+    """
     own: dict[int, list[MatrixPlan]] = {layer.index: [] for layer in layers}
     places: dict[int, list[AdapterPlace]] = {layer.index: [] for layer in layers}
     others: list[MatrixPlan] = []
@@ -107,7 +109,7 @@ def place_matrices(
 
 
 def _find_index(module: str) -> int | None:
-    """Return the number of the layer that a module is in; None outside of the layers."""
+    """Return the number of the layer that a module belongs to; None outside of the layers."""
     found = re.match(r"model\.layers\.(\d+)\.", module)
     return None if found is None else int(found[1])
 
@@ -152,7 +154,7 @@ def _read_mixer(layer: nn.Module, index: int, describer: Describer) -> MixerSpec
 
 
 def _list_parts(layer: nn.Module) -> list[nn.Module]:
-    """Return the parts of a layer that hold matrices: a mixer and an MLP, or one of both."""
+    """Return the parts of a layer that hold matrices: a mixer and an MLP, or one of them."""
     return [m for m in layer.children() if any(p.dim() > 1 for p in m.parameters())]
 
 
@@ -218,7 +220,7 @@ def _read_experts(block: Any, path: str, describer: Describer) -> MoeSpec:
 
 
 def _try(describer: Describer, path: str, describe: Describe) -> OperatorSpec | None:
-    """Return the spec of a module, None where no operator of ours computes what it does."""
+    """Return the spec of a module; None if no operator computes it."""
     try:
         return describer.describe(path, describe)
     except UnfitModuleError:
@@ -241,7 +243,7 @@ def _find_top_k(block: nn.Module) -> int:
 def complete_spec(
     spec: ModelSpec, layers: tuple[LayerSpec, ...], matrices: list[RawMatrix], num_vectors: int
 ) -> ModelSpec:
-    """Return ``spec`` with what only the modules tell: experts, windows, and counts."""
+    """Return ``spec`` completed with facts that only the modules tell: experts, windows, counts."""
     moe = [layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)]
     first = moe[0] if moe else None
     total = num_vectors + sum(prod(m.shape) for m in matrices if not m.is_shared)
@@ -301,7 +303,7 @@ def _add_index(spec: ModelSpec, mixers: list[GqaSpec | MlaSpec]) -> ModelSpec:
 
 
 def _add_sizes(spec: ModelSpec, mixers: list[GqaSpec]) -> ModelSpec:
-    """Return ``spec`` with the sizes of KV of layers with and without a window.
+    """Return ``spec`` with the KV sizes of layers with and without a window.
 
     Raises: UnsupportedError (layers that see the same tokens have KV of several sizes).
     """
@@ -326,7 +328,7 @@ def _add_sizes(spec: ModelSpec, mixers: list[GqaSpec]) -> ModelSpec:
 
 
 def _add_states(spec: ModelSpec, mixers: list[StateMixerSpec]) -> ModelSpec:
-    """Return ``spec`` with the state of its layers.
+    """Return ``spec`` with the state layout of its layers.
 
     Raises: UnsupportedError (states of several sizes).
     """
@@ -349,7 +351,7 @@ def _add_states(spec: ModelSpec, mixers: list[StateMixerSpec]) -> ModelSpec:
 
 
 def _count_idle(moe: list[MoeSpec], hidden_size: int) -> int:
-    """Weights of the experts that a token is not routed to, biases included."""
+    """Return the number of weights of experts that a token is not routed to, biases included."""
     return sum(
         (layer.num_experts - layer.top_k)
         * (
@@ -365,5 +367,5 @@ def _count_matrices(layer: MoeSpec) -> int:
 
 
 def _find_width(layer: MoeSpec, hidden_size: int) -> int:
-    """Return the inputs of an expert, which may be a latent."""
+    """Return the number of inputs of an expert, which may be a latent's size."""
     return hidden_size if layer.experts is None else layer.experts.hidden_size

@@ -1,6 +1,6 @@
-"""The registry of operators that rule files name.
+"""The registry of operators that rule files can name.
 
-Names that the KTransformers documents use resolve to the operator here that does the same job.
+Names from the KTransformers documents resolve to the operator with the same function.
 """
 
 from collections.abc import Callable
@@ -44,10 +44,12 @@ from tandem.placement.rules import DEFAULT, Rule
 __all__ = ["DEVICE_KWARGS", "FORMAT_KWARG", "OPERATORS", "OperatorEntry", "resolve_operator"]
 
 FORMAT_KWARG = "format"
-"""Weight format of an operator's matrices, by name; our own word in the grammar."""
+"""Key of a rule's argument for the weight format of an operator's matrices; an extension of the
+grammar.
+"""
 
 DEVICE_KWARGS = ("generate_device", "prefill_device", "out_device", "device")
-"""Keys whose value is a device; what runs on another device than asked is said in the report."""
+"""Keys of arguments whose value is a device; the report notes operators that run on another one."""
 
 KTRANSFORMERS_KWARGS = (
     *DEVICE_KWARGS,
@@ -59,27 +61,32 @@ KTRANSFORMERS_KWARGS = (
     "per_layer_prefill_intput_threshold",
     "transfer_map",
 )
-"""The keys of published rule files, misspelt as they are there. They choose among kernels and
-devices that this build does not have; they are accepted and reported, not obeyed."""
+"""Keys in published rule files, with their misspellings. They choose among kernels and devices that
+this build lacks; they are accepted and reported, but have no effect.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorEntry:
-    """An operator as rule files see it."""
+    """An operator as rule files can use it."""
 
     name: str
     describe: Describe | None
-    """Finds what a module that becomes this operator is built of; None: the module is kept."""
+    """Function that returns the operator's spec for a module; None: the module is kept."""
     absorbs: bool = False
-    """The operator replaces the module's children too, whatever other rules made of them."""
+    """True if the operator also replaces the module's children, whatever other rules say."""
     takes_format: bool = False
-    """Rules may give it a weight format."""
+    """True if rules may give the operator a weight format."""
     is_optional: bool = False
-    """A module it cannot take is left to the skeleton, unless a rule file asks for the operator."""
+    """True if a module that does not fit the operator is kept, unless a user's rule asks for the
+    operator.
+    """
     needs_format: bool = False
-    """A module whose matrices stay tensors is left to the skeleton."""
+    """True if a module whose matrices stay tensors is kept."""
     choose: Callable[[Any], str] | None = None
-    """Names the operator that a module becomes instead, by its parts; None is this one."""
+    """Function that names the operator to use instead, by the module's parts; None: this
+    operator.
+    """
 
 
 def _choose_attention(module: Any) -> str:
@@ -100,7 +107,7 @@ def _choose_mixer(module: Any) -> str:
 
 
 def _choose_frozen(module: Any) -> str:
-    """Return the operator of what mixes tokens while adapters are trained."""
+    """Return the operator of a token mixer while adapters are trained."""
     return "FrozenGatedDelta" if is_state_mixer(module) else DEFAULT
 
 
@@ -118,7 +125,7 @@ def _choose_norm(module: Any) -> str:
 
 
 OPERATORS: Registry[OperatorEntry] = Registry("operator")
-"""The operators that ``replace: {class: ...}`` may name."""
+"""Operators that ``replace: {class: ...}`` may name."""
 
 _ALIASES = {
     "Linear": ("KTransformersLinear",),
@@ -155,8 +162,9 @@ _ALIASES = {
     ),
     DEFAULT: ("KQwen2MoeModel", "KQwen3MoeModel", "KLlamaModel", "KDeepseekV2Model"),
 }
-"""Names of the KTransformers documents. Its model classes move hidden states between devices and
-prefill layer by layer; here the step does that, so the module itself is kept."""
+"""Operator names from the KTransformers documents, by our operator. Its model classes move hidden
+states between devices and prefill layer by layer; here the step does that, so the module is kept.
+"""
 
 ABSENT = frozenset(
     {
@@ -180,7 +188,7 @@ ABSENT = frozenset(
         "KQwen3MoeAttentionIPEXLLM",
     }
 )
-"""Names of the KTransformers documents for model families that have no operator here."""
+"""Operator names from the KTransformers documents for model families without an operator here."""
 
 for _entry in (
     OperatorEntry("Linear", describe_linear, takes_format=True),
@@ -229,7 +237,7 @@ for _entry in (
 
 
 def resolve_operator(rule: Rule) -> OperatorEntry | None:
-    """Return the operator that a rule names; None for a known name without operator here.
+    """Return the operator that a rule names; None for a known name without an operator here.
 
     Raises:
         ConfigError: an unknown operator, or an argument that operators do not take.

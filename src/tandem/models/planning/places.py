@@ -1,4 +1,4 @@
-"""The device of each layer's matrices in a plan, short enough for ``/server_info``. Pure."""
+"""The device of each layer's matrices in a plan, condensed for ``/server_info``. Pure."""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -9,7 +9,7 @@ from tandem.core.wire import PlacedLayers, PlacedPart
 __all__ = ["list_placed_layers"]
 
 DISK = "disk"
-"""The place of routed experts that memory holds only some of."""
+"""Device name for routed experts of which memory holds only some."""
 _MIXERS = {
     "gqa": "attention",
     "mla": "latent attention",
@@ -21,9 +21,9 @@ _MIXERS = {
 
 
 def list_placed_layers(plan: ModelPlan) -> list[PlacedLayers]:
-    """Return the layers in their order, neighbours that are kept alike as one entry.
+    """Return the layers in order, with runs of layers placed alike as one entry.
 
-    What belongs to no layer, embedding and head, comes last.
+    Embedding and head, which belong to no layer, come last.
     """
     is_on_disk = plan.tier is not None
     described = [

@@ -1,4 +1,4 @@
-"""A plan as text for people: which rule took which module, what the layers are, what it takes."""
+"""A plan as text for people: the rule for each module, the layers, and memory use."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ BUILT_IN = "built-in:"
 
 
 def render_plan(plan: ModelPlan) -> str:
-    """Return the plan as text; what differs in numbers of layers alone shares a line."""
+    """Return the plan as text; layers that differ only in number share a line."""
     lines = [f"{plan.spec.name}: {plan.spec.dtype_reason}", ""]
     lines += _align([("layers", "attention", "RoPE", "MLP"), *_list_layers(plan)])
     lines += ["", *_align([("module", "class", "operator", "rule", "note"), *_list_modules(plan)])]

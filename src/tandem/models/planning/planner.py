@@ -1,8 +1,8 @@
-"""Makes the plan of a model: what its modules are, and how each matrix will be stored and run.
+"""Planning of a model: the operator of each module, and the storage of each matrix.
 
-Reads ``config.json`` and the rule file; no weight. The skeleton is built on the meta device, its
-modules are described once (``describe``), and rules choose among them (``assignment``); the result
-is a ``ModelPlan``, of which loading builds operators without deciding anything again.
+Reads ``config.json`` and the rule file, but no weight. The skeleton is built on the meta device,
+its modules are described once (``describe``), and rules choose operators (``assignment``); the
+result is a ``ModelPlan``, from which loading builds operators without further decisions.
 """
 
 from collections.abc import Iterator
@@ -58,9 +58,9 @@ __all__ = ["describe_model", "plan_model"]
 
 
 def describe_model(path_or_id: str | Path) -> ModelSpec:
-    """Describe a checkpoint from its ``config.json`` and the modules that it makes.
+    """Describe a checkpoint from its ``config.json`` and transformers' modules for it.
 
-    Raises: as ``plan_model``, without what settings and rules can do wrong.
+    Raises: the errors of ``plan_model`` that do not depend on settings and rules.
     """
     checkpoint = open_checkpoint(path_or_id)
     skeleton = build_skeleton(checkpoint.config)
@@ -90,30 +90,31 @@ def plan_model(
     Args:
         path_or_id: a folder, or a hub id that was pulled before.
         dtype: ``auto`` (see ``ModelSpec.dtype_reason``), ``float32`` or ``bfloat16``.
-        rules: rules, or a file of them, that go before the built-in ones.
+        rules: rules, or a file of rules, with precedence over the built-in ones.
         device: where operators run.
-        expert_device: where routed experts do: ``device``'s name, ``cpu``, or ``auto``, which is
-            ``cpu`` unless ``expert_format`` is ``none``.
-        expert_format: of routed experts without a rule: a weight format, ``none`` or ``auto``.
-        linear_format: of the other matrices; the embedding keeps the codes of a checkpoint if this
-            is ``auto``, else it is a tensor.
-        packed_cache: where packed experts are kept: a folder, ``off`` or ``auto``.
-        expert_parts: shares that packed experts are split into, each in memory of the NUMA node
-            that computes it; 0 = one for each of ``num_nodes``.
-        num_nodes: NUMA nodes that have threads; None = all of this machine.
+        expert_device: where routed experts run: ``device``'s name, ``cpu``, or ``auto``, which
+            means ``cpu`` unless ``expert_format`` is ``none``.
+        expert_format: format of routed experts without a rule: a weight format, ``none`` or
+            ``auto``.
+        linear_format: format of the other matrices; with ``auto`` the embedding keeps a
+            checkpoint's codes, otherwise it is a tensor.
+        packed_cache: cache of packed experts: a folder, ``off`` or ``auto``.
+        expert_parts: number of parts into which packed experts are split, each in memory of the
+            NUMA node that computes it; 0: one for each of ``num_nodes``.
+        num_nodes: NUMA nodes that have threads; None: all of this machine.
         deferred_experts: experts of an output token that are added one layer later.
-        workload: which built-in rules apply; in training the matrices that stay transformers'
-            modules are tensors, and formats that are ``auto`` are those of serving.
+        workload: set of built-in rules; in training, matrices that stay transformers' modules are
+            tensors, and ``auto`` formats are those of serving.
 
-    A module that its rule's operator cannot take is a ``problem`` of the plan, not an error: only
-    loading refuses it.
+    A module that does not fit its rule's operator becomes a ``problem`` of the plan; only loading
+    raises an error for it.
 
     Raises:
         NotFoundError: no such checkpoint or rule file.
         CorruptionError: a JSON file does not parse.
         ConfigError: a configuration, rule or setting is wrong.
         ShapeError: a matrix is not whole groups of its weight format.
-        UnsupportedError: nothing here runs this model; the text says what and why.
+        UnsupportedError: the model is not supported; the text says what and why.
     """
     checkpoint = open_checkpoint(path_or_id)
     skeleton = build_skeleton(checkpoint.config)
@@ -188,9 +189,9 @@ def _describe(
 
 
 def _choose_expert_device(wish: str, device: str, spec: ModelSpec, expert_format: str) -> str:
-    """Return where routed experts run.
+    """Return the device on which routed experts run.
 
-    Raises: ConfigError (a third device).
+    Raises: ConfigError (neither the model's device nor the CPU).
     """
     if not spec.is_moe or has_native_kernels(device):
         return device
@@ -207,7 +208,9 @@ def _choose_expert_device(wish: str, device: str, spec: ModelSpec, expert_format
 def _keep_stored(
     stored: StoredModel, raw: list[RawMatrix], wishes: dict[str, str], devices: dict[str, str]
 ) -> StoredModel:
-    """Return what may keep its format: nobody asked for another, and its device has kernels."""
+    """Return the matrices that keep their stored format: no other was asked for, and
+    kernels exist.
+    """
     groups = {matrix.module: "experts" if matrix.role == "experts" else "linear" for matrix in raw}
     return StoredModel(
         {
@@ -262,7 +265,7 @@ def _plan_matrices(
 
 
 def _shares_codes(raw: list[RawMatrix], by_name: dict[str, ModulePlan]) -> bool:
-    """Return True if the embedding's rows are read from the matrix of its head, in codes."""
+    """Return True if the embedding's rows are read from the codes of the tied head."""
     embedding = next((by_name[m.module] for m in raw if m.role == "embedding"), None)
     head = next((by_name[m.module] for m in raw if m.role == "head" and m.is_shared), None)
     return (
@@ -277,7 +280,7 @@ def _shares_codes(raw: list[RawMatrix], by_name: dict[str, ModulePlan]) -> bool:
 def _shares_tensor(
     raw: list[RawMatrix], by_name: dict[str, ModulePlan], weight_format: str
 ) -> bool:
-    """Return True if a matrix of this format may be the tensor of the embedding."""
+    """Return True if a head of this format can share the embedding's tensor."""
     held = {by_name[m.module].weight_format for m in raw if m.role == "embedding"}
     return weight_format == NO_FORMAT and held <= {NO_FORMAT}
 
@@ -289,7 +292,9 @@ def _has_gate(module: ModulePlan) -> bool:
 def _choose_group_formats(
     module: ModulePlan, group: list[RawMatrix], kept: StoredModel
 ) -> list[tuple[str, int]]:
-    """Return formats, with their outputs, of matrices that become one; as ``read_matrix`` does."""
+    """Return (format, outputs) of each run of matrices that are stacked into one, as
+    ``read_matrix`` does.
+    """
     if group[0].role == "gates" and module.spec is not None:
         return [(module.score_format, sum(m.shape[0] for m in group))]
     if module.keeps_codes:
@@ -316,7 +321,7 @@ def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -
 def _group_by_holder(
     raw: list[RawMatrix], by_name: dict[str, ModulePlan]
 ) -> Iterator[tuple[str, list[RawMatrix]]]:
-    """Yield (the module that holds them, matrices that it stacks into one)."""
+    """Yield (holding module, matrices that it stacks into one)."""
     run: list[RawMatrix] = []
     holder = ""
     for matrix in raw:
@@ -332,9 +337,9 @@ def _group_by_holder(
 
 
 def _group_by_role(run: list[RawMatrix]) -> list[list[RawMatrix]]:
-    """Return which matrices of one holder become one: those of one role that have equal inputs.
+    """Return groups of a module's matrices that are stacked: those of one role with equal inputs.
 
-    Those of heads stay apart.
+    Matrices of attention heads are not stacked.
     """
     groups: dict[tuple[MatrixRole, tuple[int, ...]], list[RawMatrix]] = {}
     for matrix in run:
@@ -351,7 +356,7 @@ def _count_bytes(
     *,
     is_gated: bool,
 ) -> int:
-    """Return the bytes of matrices that become one, in one format or, run by run, in several."""
+    """Return the bytes of matrices stacked into one, in one format, or in several run by run."""
     if len(runs) > 1:
         return sum(
             native_linear.count_bytes(find_format(name), shape[1], rows) for name, rows in runs
@@ -375,7 +380,7 @@ def _count_bytes(
 def _tell_stored(
     matrices: list[StoredMatrix], weight_format: str, reason: str, *, is_kept: bool
 ) -> str:
-    """Return the reason of a format, with what the checkpoint has instead of values."""
+    """Return the reason for a format, with a note on the checkpoint's codes if it has any."""
     storage = " and ".join(sorted({matrix.storage for matrix in matrices if matrix.storage}))
     if not storage:
         return reason

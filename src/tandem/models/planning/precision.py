@@ -1,4 +1,4 @@
-"""In which dtype and weight format a model runs, and why: plain data out."""
+"""Choice of a model's dtype and weight formats, with reasons: plain data out."""
 
 from typing import NamedTuple
 
@@ -20,20 +20,21 @@ __all__ = [
 ]
 
 PART_COLUMNS = 128
-"""Columns of an expert's smallest part: of all formats the largest block that cannot be split."""
+"""Columns of an expert's smallest part: the largest unsplittable block of any format."""
 
 
 SMALL_MODEL_BYTES = 256 << 20
-"""Up to this size in float32, ``auto`` runs in float32: there the cost of calls and float32's
-better CPU kernels outweigh the bytes; larger models are bound by memory bandwidth."""
+"""Largest model in float32 bytes that ``auto`` runs in float32: for small models call overhead and
+float32's faster CPU kernels matter more than bytes; larger models are bound by memory bandwidth.
+"""
 
 
 DTYPE_FORMATS = {"float32": "f32", "bfloat16": "bf16"}
-"""Weight formats that lose nothing of a model's dtype."""
+"""Weight formats without loss, by the model's dtype."""
 
 
 class FormatChoices(NamedTuple):
-    """The formats of a model's matrices where no rule says otherwise."""
+    """Weight formats of a model's matrices that apply without a rule."""
 
     experts: FormatChoice
     linear: FormatChoice
@@ -41,11 +42,11 @@ class FormatChoices(NamedTuple):
 
 
 def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
-    """Return ``spec`` with the dtype that it will run in.
+    """Return ``spec`` with the dtype in which it will run.
 
-    ``auto`` is what the spec says, but where the CPU multiplies bfloat16 natively, weights stored
-    in it run in it even in a model small enough for float32: on native kernels, at three times the
-    speed, and with results that do not depend on the batch.
+    ``auto`` takes the spec's dtype. But if the CPU multiplies bfloat16 natively, weights stored in
+    bfloat16 run in it even in a model small enough for float32: on native kernels, at three times
+    the speed, and with results that do not depend on the batch.
 
     Raises: ConfigError for an unknown dtype.
     """
@@ -64,10 +65,10 @@ def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
 
 
 def set_auto_dtype(spec: ModelSpec, *, is_coded: bool) -> ModelSpec:
-    """Return ``spec``, whose parameters are counted, with the dtype of ``auto`` on any machine.
+    """Return ``spec``, whose parameters are counted, with the machine-independent ``auto`` dtype.
 
-    float32 holds every float16, bfloat16 does not. Where the checkpoint has matrices in codes
-    (``is_coded``), float16 is what is left beside them: too little to double the KV for.
+    float32 can represent every float16 value, bfloat16 cannot. If the checkpoint is quantized
+    (``is_coded``), only few weights are float16: too few to double the KV's size for.
     """
     size_bytes = spec.num_parameters * DTYPE_BYTES["float32"]
     if size_bytes <= SMALL_MODEL_BYTES:
@@ -89,19 +90,19 @@ def set_auto_dtype(spec: ModelSpec, *, is_coded: bool) -> ModelSpec:
 def choose_formats(
     spec: ModelSpec, *, expert_format: str, linear_format: str, device: str, expert_device: str
 ) -> FormatChoices:
-    """Choose the formats of a model's matrices.
+    """Choose the weight formats of a model's matrices.
 
     Args:
-        spec: with the dtype that the model will run in.
+        spec: the model, with the dtype in which it will run.
         expert_format: ``auto``, ``none`` (tensors of the model's dtype), or a format's name.
-        linear_format: the same.
-        device: where the model runs.
-        expert_device: where its routed experts do.
+        linear_format: ``auto``, ``none``, or a format's name, for the other matrices.
+        device: device of the model.
+        expert_device: device of its routed experts.
 
     Raises:
         ConfigError: an unknown format.
-        UnsupportedError: a format that has no kernels on this device, or that values are not coded
-            into.
+        UnsupportedError: a format without kernels on the device, or one to which values are never
+            quantized.
     """
     experts = _choose(spec, expert_format, expert_device, "expert_format")
     if expert_format == "auto" and spec.expert_format and has_native_kernels(expert_device):
@@ -116,12 +117,12 @@ def choose_formats(
 
 
 def choose_expert_parts(wish: int, num_nodes: int, intermediate_size: int) -> int:
-    """Return into how many parts routed experts are split.
+    """Return the number of parts into which routed experts are split.
 
     Args:
-        wish: as many as asked for; 0 is one for each node.
+        wish: requested number; 0: one for each node.
         num_nodes: NUMA nodes that have threads.
-        intermediate_size: of an expert; a part has whole blocks of 64 or 128 columns of it.
+        intermediate_size: size of an expert; a part has whole blocks of 64 or 128 of its columns.
     """
     return wish or max(1, min(num_nodes, intermediate_size // PART_COLUMNS))
 

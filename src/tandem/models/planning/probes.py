@@ -1,9 +1,9 @@
-"""The computation of a module of the skeleton, found by running it on a few numbers.
+"""Probes: what a skeleton's module computes, found by running it on a few numbers.
 
-Modules of transformers' families have the same parts and differ in what they do with them: a norm
-may add 1 to its weight, a router may take a softmax or a sigmoid. Rather than know each class by
-name, a copy of the module with random weights is run and compared with what our operators compute.
-A wrong guess cannot do harm: the proof of the whole model refuses it.
+Modules of transformers' families have the same parts but use them differently: a norm may add 1 to
+its weight, a router may use a softmax or a sigmoid. Instead of knowing each class by name, a copy
+of the module with random weights is run and compared with our operators. A wrong guess does no
+harm: the proof of the whole model refuses it.
 """
 
 import copy
@@ -44,31 +44,34 @@ __all__ = [
 
 PLAIN_NAMES = ("silu", "gelu", "gelu_tanh", "relu2")
 TOLERANCE = 1e-5
-"""Far above the rounding of float32, far below what tells two functions apart."""
+"""Tolerance of comparisons: far above float32's rounding, far below the difference of two
+functions.
+"""
 ROTARY_NAMES = ("rotary_emb", "pos_emb")
 SCALE_NAMES = ("routed_scaling_factor", "router_scaling_factor")
-"""Names of a router's factor on its weights."""
+"""Attribute names of a router's factor on its weights."""
 PROBE_ITEMS = 8
 PROBE_TOKENS, MANY_PROBE_TOKENS = 32, 1024
-"""The second of a router that the first leave more than one rule for: two rules of groups may
-choose alike for most tokens."""
+"""Tokens of the first probe of a router, and of a second one if several rules still fit: two rules
+with groups may choose alike for most tokens.
+"""
 
 
 class UnfitModuleError(Exception):
-    """A module does not have the shape an operator needs; the text says what is missing."""
+    """Error for a module that does not fit an operator; the text says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The call of an attention module between its projections."""
+    """The arguments with which an attention module calls the attention function."""
 
     scale: float
     rule: AttentionRule
-    """Its sinks are on the meta device."""
+    """Window, cap and sinks; the sinks are on the meta device."""
     interleaved_size: int = 0
-    """Items of a head that are rotated as neighbours; 0 where halves are."""
+    """Items of a head that are rotated as pairs of neighbours; 0 if halves are rotated."""
     rotates: bool = True
-    """False if it takes no angles."""
+    """False if the attention uses no RoPE angles."""
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
@@ -76,7 +79,7 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
 
 
 def _make_real(module: nn.Module, generator: torch.Generator) -> Any:
-    """Return a copy of a module off the meta device, every weight and buffer random."""
+    """Return a copy of a module on the CPU with random weights and buffers."""
     made = copy.deepcopy(module).to_empty(device="cpu").float().eval()
     for tensor in (*made.parameters(), *made.buffers()):
         tensor.requires_grad_(False)
@@ -85,7 +88,7 @@ def _make_real(module: nn.Module, generator: torch.Generator) -> Any:
 
 
 def find_norm_offset(module: nn.Module) -> float:
-    """Return what an RMSNorm adds to its weight.
+    """Return the offset that an RMSNorm adds to its weight.
 
     Raises: UnfitModuleError (it is another norm).
     """
@@ -119,7 +122,7 @@ def _run_norm(made: Any, x: Tensor) -> Tensor:
 
 
 def find_layer_norm(module: nn.Module) -> tuple[float, float]:
-    """Return (what a LayerNorm adds to its weight, its epsilon).
+    """Return (offset that a LayerNorm adds to its weight, its epsilon).
 
     Raises: UnfitModuleError (it is another norm).
     """
@@ -141,9 +144,9 @@ def find_layer_norm(module: nn.Module) -> tuple[float, float]:
 
 
 def find_activation(module: Any) -> Activation:
-    """Return the activation of a dense MLP, by the function that it holds.
+    """Return the activation of a dense MLP, found by its function object.
 
-    Raises: UnfitModuleError (it holds none, or another).
+    Raises: UnfitModuleError (it has none, or an unknown one).
     """
     function = _find_function(module)
     if function is None:
@@ -163,15 +166,15 @@ def _find_function(module: Any) -> Any:
 
 
 def find_mlp_activation(module: Any, gate: str, up: str, down: str) -> Activation:
-    """Return the activation of a dense MLP, which may call its function without holding it.
+    """Return the activation of a dense MLP, which may call a function without holding it.
 
     Args:
         module: the MLP.
-        gate: name of its gate; that of up where it has none.
-        up: the same as gate where one matrix holds both.
+        gate: name of its gate matrix; that of up if there is no gate.
+        up: name of its up matrix; that of gate if one matrix holds both.
         down: name of its last matrix.
 
-    Raises: UnfitModuleError (it is none of ours).
+    Raises: UnfitModuleError (an unknown activation).
     """
     if _find_function(module) is not None or gate == up:
         return find_activation(module)
@@ -192,9 +195,9 @@ def find_mlp_activation(module: Any, gate: str, up: str, down: str) -> Activatio
 
 
 def find_expert_activation(module: Any) -> Activation:
-    """Return what stands between gate, up and down of routed experts.
+    """Return the activation between gate, up and down of routed experts.
 
-    Raises: UnfitModuleError (nothing that our experts compute).
+    Raises: UnfitModuleError (our experts do not compute it).
     """
     apply_gate = getattr(module, "_apply_gate", None)
     if apply_gate is None:
@@ -215,14 +218,14 @@ def find_expert_activation(module: Any) -> Activation:
 
 
 def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
-    """Return how a router chooses and weighs.
+    """Return the rule by which a router chooses and weighs experts.
 
     Args:
-        gate: the router's module: ``weight`` [E, D], ``top_k``.
-        choice_bias: [E] of the block, where it is not the router's own.
+        gate: the router's module with ``weight`` [E, D] and ``top_k``.
+        choice_bias: bias [E] of the block, if the router has none of its own.
 
-    Raises: UnfitModuleError (no rule of ours gives its result, or it has none, as where groups are
-        chosen that there are not).
+    Raises: UnfitModuleError (no known rule gives the router's result, or it fails, as with more
+        groups to choose than exist).
     """
     generator = torch.Generator().manual_seed(0)
     made = _make_real(gate, generator)
@@ -266,7 +269,7 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
 def _gives(
     weights: Tensor, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None
 ) -> bool:
-    """Return True if a rule gives all experts these weights, 0 to those that it does not choose."""
+    """Return True if a rule gives these weights of all experts, 0 for those not chosen."""
     from tandem.kernels.native import Buffer
 
     held = None if bias is None else Buffer(bias.float())
@@ -294,43 +297,43 @@ def _list_rules(gate: Any) -> list[RoutingRule]:
 
 
 class _Recorder:
-    """A step that notes what attention is asked for."""
+    """A stand-in for a step that records how attention is called."""
 
     def __init__(self) -> None:
         self.call: AttentionCall | None = None
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
-        """See ``Step``."""
+        """Do nothing: a probe stores no KV."""
 
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
-        """See ``Step``."""
+        """Record scale and rule of the call; return the queries."""
         del layer_idx, kv_T2Kd
         self.call = AttentionCall(scale, rule)
         return q_THd.flatten(1)
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
-        """See ``Step``."""
+        """Raise: a probe runs attention modules only."""
         raise AssertionError("attention alone runs in a probe")
 
     def complete_(self, x_TD: Tensor) -> None:
-        """See ``Step``."""
+        """Raise: a probe runs attention modules only."""
         raise AssertionError("attention alone runs in a probe")
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
-        """See ``Step``."""
+        """Raise: a probe runs modules of transformers, not operators."""
         raise AssertionError("a probe runs modules of transformers")
 
 
 def observe_attention(model: Any, module: Any) -> AttentionCall:
-    """Run an attention module on the meta device, and note what it asks of the step.
+    """Run an attention module on the meta device and return how it calls attention.
 
     Args:
-        model: the skeleton, before any rule.
+        model: the skeleton, before rules are applied.
         module: one of its attention modules.
 
-    Raises: UnfitModuleError (it does not call the attention function as the others do).
+    Raises: UnfitModuleError (the module does not call the attention function in the usual way).
     """
     recorder = _Recorder()
     rotary = next(
@@ -370,12 +373,12 @@ def _run_attention(module: Any, x: Tensor, angles: Any, recorder: _Recorder) -> 
 
 
 def takes_choices(module: Any) -> bool:
-    """Return True if experts are told which tokens chose them, not given tokens in their order."""
+    """Return True if experts take each token's choices, instead of tokens sorted by expert."""
     return len(inspect.signature(type(module).forward).parameters) > 2
 
 
 class _AnyStates(dict[str, tuple[Tensor, Tensor]]):
-    """Keys and values that layers share, before any layer has computed them."""
+    """A stand-in for keys and values that layers share, before any layer has computed them."""
 
     def __missing__(self, name: str) -> tuple[Tensor, Tensor]:
         state = torch.empty(1, 1, 1, 1, device="meta")
@@ -383,13 +386,13 @@ class _AnyStates(dict[str, tuple[Tensor, Tensor]]):
 
 
 def takes_positions(module: Any) -> bool:
-    """Return True if an attention cannot be run without positions, beside their angles."""
+    """Return True if an attention requires positions in addition to their angles."""
     stated = inspect.signature(type(module).forward).parameters.get("position_ids")
     return stated is not None and stated.default is inspect.Parameter.empty
 
 
 def _runs_without_angles(module: Any, x: Tensor) -> bool:
-    """Return True if an attention never touches cos and sin: its layer rotates nothing."""
+    """Return True if an attention never uses cos and sin, so its layer has no RoPE."""
     try:
         _run_attention(module, x, (None, None), _Recorder())
     except (AttributeError, TypeError):
@@ -398,7 +401,7 @@ def _runs_without_angles(module: Any, x: Tensor) -> bool:
 
 
 def key_module(module: nn.Module) -> object:
-    """Return what mixers of one model differ by: their plain attributes and their parts."""
+    """Return a key by which mixers of one model differ: plain attributes and types of parts."""
     values = {
         name: value
         for name, value in vars(module).items()
@@ -419,19 +422,19 @@ def _compute_angles(rotary: Any, x: Tensor, attention: Any) -> Any:
 
 
 def find_layer_type(attention: Any, config: Any) -> str:
-    """Return which RoPE an attention takes; not every class keeps its own type."""
+    """Return the layer type whose RoPE an attention uses; not every class stores its own type."""
     stated: str | None = getattr(attention, "layer_type", None)
     return config.layer_types[attention.layer_idx] if stated is None else stated
 
 
 def read_frequencies(rotary: Any, layer_type: str) -> tuple[Tensor, float]:
-    """Return the inverse frequencies [r / 2] of a rotary embedding and its factor on cos and sin.
+    """Return a rotary embedding's inverse frequencies [r / 2] and its factor on cos and sin.
 
     Args:
-        rotary: the skeleton's; its buffers are on the meta device.
-        layer_type: whose RoPE; empty where all layers have the same.
+        rotary: the skeleton's module; its buffers are on the meta device.
+        layer_type: layer type of the RoPE; empty if all layers share one.
 
-    Raises: UnfitModuleError (it is not made like those of other families).
+    Raises: UnfitModuleError (it cannot be built in the usual way).
     """
     prefix = f"{layer_type}_" if layer_type else ""
     try:
@@ -445,9 +448,7 @@ def read_frequencies(rotary: Any, layer_type: str) -> tuple[Tensor, float]:
 
 
 def gives_whole_angles(rotary: Any) -> bool:
-    """Return True if a rotary embedding gives an angle for each item, not for each pair as
-    gpt-oss's.
-    """
+    """Return True if a rotary embedding gives an angle per item, not per pair as gpt-oss's does."""
     if not hasattr(rotary, "inv_freq"):
         return True
     x = torch.empty(1, 1, 1, device="meta")
@@ -460,9 +461,7 @@ def gives_whole_angles(rotary: Any) -> bool:
 
 
 def _has_interleaved_rope(module: nn.Module, width: int) -> bool:
-    """Return True if an attention module rotates neighbours (2 i, 2 i + 1), not halves (i, i + r /
-    2).
-    """
+    """Return True if attention rotates neighbours (2 i, 2 i + 1), not halves (i, i + r / 2)."""
     rotate = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     if rotate is None:
         raise UnfitModuleError(f"{type(module).__name__} rotates in another way")

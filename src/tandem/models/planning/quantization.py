@@ -1,8 +1,8 @@
-"""The coding of a checkpoint's weights, as its ``quantization_config`` says: plain data.
+"""The quantization of a checkpoint, read from its ``quantization_config``: plain data.
 
 Six methods are read: DeepSeek's fp8 blocks, compressed-tensors, modelopt, GPTQ, AWQ and gpt-oss's
-mxfp4; what of them is not read here is refused by name. Which weights are coded is decided by the
-tensors that the checkpoint has; the configuration says how, and which must not be.
+mxfp4; unsupported variants are refused by name. The checkpoint's tensors decide which weights are
+quantized; the configuration tells how, and which must not be.
 """
 
 import re
@@ -32,41 +32,47 @@ METHODS = {
     "awq": "4 bits, version gemm",
     "mxfp4": "experts of gpt-oss",
 }
-"""``quant_method`` by name, and what of it runs."""
+"""Supported values of ``quant_method``, each with its supported variants."""
 
 BLOCK = 128
-"""Outputs and inputs that share a scale in our fp8."""
+"""Outputs and inputs that share a scale in our fp8 format."""
 GROUPS = {4: (128, 64, 32), 8: (128, 64, 32, 16)}
 """Group sizes of our integer formats, by bits, largest first."""
 FP4_FORMATS = {16: "nvfp4", 32: "mxfp4"}
-"""Names of formats of e2m1 by the inputs that share a scale."""
+"""Names of e2m1 formats by the number of inputs that share a scale."""
 MAX_GROUP = 1 << 24
 MAX_PATTERN_CHARS = 300
 MAX_REPEATS = 3
-"""Most repeats of a pattern from a file: with more, a hostile one takes hours on a name."""
+"""Most repeats in a pattern from a file: with more, a hostile pattern could take hours on a
+name.
+"""
 
 FIELD = "quantization_config"
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The coding of one kind of weights."""
+    """The quantization of one kind of weights."""
 
     bits: int
-    """8 or 4."""
+    """Bits of a code: 8 or 4."""
     is_float: bool = False
-    """True if codes are e4m3 or e2m1 instead of integers."""
+    """True if codes are e4m3 or e2m1 floats instead of integers."""
     group_size: int = 0
-    """Inputs that share a scale; 0 = all of an output."""
+    """Inputs that share a scale; 0: all inputs of an output."""
     is_symmetric: bool = True
-    """Integers: whether the zero point is the middle code."""
+    """True if an integer code's zero point is the middle code."""
     block: tuple[int, int] | None = None
-    """e4m3: (outputs, inputs) that share a scale; (0, 0) is the whole tensor; None: one output."""
+    """For e4m3, (outputs, inputs) that share a scale; (0, 0): the whole tensor; None: one
+    output.
+    """
     is_ordered: bool = False
-    """True if inputs belong to groups in another order than their own (act-order)."""
+    """True if groups do not consist of consecutive inputs (act-order)."""
 
     def find_format(self, inputs: int) -> WeightFormat | None:
-        """Return our format that holds codes of so many inputs; None where none does."""
+        """Return the weight format that can hold codes with ``inputs`` inputs; None if there is
+        none.
+        """
         if self.is_ordered:
             return None
         if self.is_float:
@@ -106,21 +112,21 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The content of a ``quantization_config``."""
+    """The contents of a ``quantization_config``."""
 
     method: str
-    """One of ``METHODS``."""
+    """Quantization method, one of ``METHODS``."""
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
-    """(targets, scheme), the first that matches counts; no targets is everything."""
+    """Pairs (targets, scheme), of which the first match applies; empty targets match everything."""
     ignored: tuple[str, ...] = ()
-    """Modules that are not coded: names or patterns."""
+    """Names or patterns of modules that are not quantized."""
     notes: tuple[str, ...] = ()
-    """Parts of it that have no use here, with the reason."""
+    """Settings that are ignored, with the reason."""
     is_offset: bool = False
-    """GPTQ: whether stored zero points are one less than they mean."""
+    """True if GPTQ zero points are stored minus one."""
 
     def find_scheme(self, module: str) -> Scheme | None:
-        """Return how the weight of a module is coded, if it is; None: the module is ignored.
+        """Return the scheme of a module's weight; None: the module is not quantized.
 
         Args:
             module: name of a linear module, or of the experts of a layer.
@@ -134,11 +140,11 @@ class Quantization:
 
 
 def read_quantization(raw: dict[str, Any]) -> Quantization | None:
-    """Read how a checkpoint is quantized from its ``config.json``; None: it is not.
+    """Read a checkpoint's quantization from its ``config.json``; None: it is not quantized.
 
     Raises:
         ConfigError: a field is missing, of a wrong type or out of bounds.
-        UnsupportedError: a method or a variant of it that is not read here; the text names it.
+        UnsupportedError: a method or variant that is not supported; the text names it.
     """
     config = raw.get(FIELD)
     if config is None:
@@ -185,7 +191,9 @@ def _flag(config: dict[str, Any], field: str, *, default: bool) -> bool:
 
 
 def _group(config: dict[str, Any], field: str = "group_size") -> int:
-    """Return inputs that share a scale; 0 for all, which files say as -1 or null."""
+    """Return the number of inputs that share a scale; 0 for all, which files write as -1 or
+    null.
+    """
     value = _int(config, field, -1) if config.get(field) is not None else -1
     if value == 0:
         raise _wrong(f"{field} is 0: need a number of inputs, or -1 for all", field)
@@ -213,7 +221,7 @@ def _names(config: dict[str, Any], field: str) -> tuple[str, ...]:
 
 
 def _check_pattern(pattern: str, field: str) -> None:
-    """Refuse what would take forever to match, and what is no pattern."""
+    """Refuse a pattern that is invalid, or would take too long to match."""
     # Nested repeats take exponential time to match and many repeats in a row polynomial time, so
     # such patterns are refused.
     repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
@@ -227,7 +235,7 @@ def _check_pattern(pattern: str, field: str) -> None:
 
 
 def _is_target(module: str, target: str) -> bool:
-    """Do as compressed-tensors: a class of modules, a pattern, or a name."""
+    """Match a target as compressed-tensors does: a class of modules, a pattern, or a name."""
     if target in ("Linear", "Experts"):
         return True
     if target.startswith("re:"):
@@ -237,10 +245,10 @@ def _is_target(module: str, target: str) -> bool:
 
 @cache
 def _make_matcher(patterns: tuple[str, ...], is_ct: bool) -> Callable[[str], bool]:
-    """Return whether a module is one of those that patterns name; made once, as names are many.
+    """Return a function that tells if patterns name a module; cached, since there are many names.
 
     transformers reads ``modules_to_not_convert`` as a prefix of whole words or a suffix, as a
-    pattern or a name; compressed-tensors reads ``ignore`` as a name, or a pattern after ``re:``.
+    pattern or a name; compressed-tensors reads ``ignore`` as a name, or as a pattern after ``re:``.
     """
     if is_ct:
         names = {pattern for pattern in patterns if not pattern.startswith("re:")}
@@ -416,13 +424,15 @@ MODELOPT_SCHEMES = {
     "FP8": Scheme(8, is_float=True, block=(0, 0)),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme(8, is_float=True),
 }
-"""Codings that are read here, by modelopt's names."""
+"""Supported schemes, by modelopt's names."""
 MODELOPT_FILE = "hf_quant_config.json"
-"""File in which modelopt describes the codes; newer ones are in ``config.json`` as well."""
+"""File in which modelopt describes the quantization; newer versions also write it to
+``config.json``.
+"""
 
 
 def take_modelopt(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the ``quantization_config`` that the content of ``MODELOPT_FILE`` amounts to."""
+    """Return the ``quantization_config`` equivalent to the contents of ``MODELOPT_FILE``."""
     inner = raw.get("quantization")
     found = dict(inner) if isinstance(inner, dict) else {}
     return {**found, "quant_method": "modelopt"}

@@ -1,7 +1,7 @@
-"""The roles of a skeleton's modules, told by the parts they have: roles, matrices and counts.
+"""Roles of a skeleton's modules, recognised by their parts: roles, matrices and counts.
 
-transformers names the parts of attention, MLPs and experts alike in all families, so a family needs
-no arithmetic of its own: sizes are read off the modules that its class built on the meta device.
+transformers names the parts of attention, MLPs and experts alike in all families, so no family
+needs its own arithmetic: sizes are read from the modules that its class builds on the meta device.
 """
 
 import re
@@ -62,27 +62,28 @@ LAYER_NORMS: tuple[tuple[str, str, str, str], ...] = (
     ("operator_norm", "", "ffn_norm", ""),
     ("input_layernorm", "", "pre_ff_layernorm", ""),
 )
-"""Norms of a decoder layer: before and after its attention, before and after its MLP; empty is
-none. Which names a layer has says which of these it is."""
+"""Names of a decoder layer's norms: before and after attention, before and after the MLP; empty:
+none. The names that a layer has decide which row applies.
+"""
 
 MIXER_NAMES = ("self_attn", "linear_attn", "conv", "mamba", "mixer")
-"""A decoder layer's part that mixes tokens."""
+"""Attribute names of a decoder layer's token mixer."""
 
 FEED_FORWARD_NAMES = ("mlp", "feed_forward")
-"""A decoder layer's MLP or block of experts."""
+"""Attribute names of a decoder layer's MLP or block of experts."""
 
 OUTPUT_NAMES = ("o_proj", "out_proj")
 EXPERT_PARTS = ("gate_up_proj", "up_proj")
-"""The first parameter of experts: gate and up, or up alone."""
+"""Names of the first parameter of experts: gate and up, or up alone."""
 STEP_PARTS = ("in_proj", "A_log", "dt_bias", "D", "num_heads")
-"""Parts of a state space whose first projection gives time steps too."""
+"""Attributes of a state space whose first projection also gives time steps."""
 QK_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 BASE_NAMES = {
     "embedding": ("embed_tokens", "embeddings"),
     "norm": ("norm", "embedding_norm", "final_layernorm", "norm_f"),
     "rotary": ROTARY_NAMES,
 }
-"""Names of what a decoder has beside its layers."""
+"""Attribute names of a decoder's parts outside of its layers."""
 
 ROLES: dict[str, MatrixRole] = {
     "qkv_proj": "qkv",
@@ -131,40 +132,40 @@ ROLES: dict[str, MatrixRole] = {
 
 
 ROUTER_NAMES = re.compile(r"\.(gate|router|router\.proj)$")
-"""Paths of linear modules that score experts."""
+"""Pattern of the paths of linear modules that score experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class RawMatrix:
-    """A matrix of the skeleton before any rule."""
+    """A matrix of the skeleton, before rules are applied."""
 
     module: str
     role: MatrixRole
     shape: tuple[int, ...]
-    """[N, K], of experts [E, 3 F, D], of matrices that each head has one of [H, N, K]."""
+    """Shape: [N, K]; experts [E, 3 F, D]; one matrix per attention head [H, N, K]."""
     is_shared: bool = False
-    """True if another module holds the same tensor, and is listed before."""
+    """True if another module listed before holds the same tensor."""
 
 
 @dataclass(slots=True)
 class Vectors:
-    """The weights of a checkpoint beside matrices."""
+    """Weights of a checkpoint that are not matrices."""
 
     num_weights: int = 0
-    """Number of weights of norms and biases, which are kept in the type that the model runs in."""
+    """Number of weights in norms and biases, which have the model's dtype."""
     num_buffered: int = 0
-    """Number of buffered of buffers, such as the routers' correction biases."""
+    """Number of weights in buffers, such as routers' correction biases."""
     buffered_bytes: int = 0
-    """Buffers are kept in the type that the skeleton gives them."""
+    """Bytes of the buffers, which keep the skeleton's dtype."""
 
 
 def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatrix], Vectors]:
-    """Return the matrices of a skeleton, and what it has beside them.
+    """Return the matrices of a skeleton, and its other weights.
 
     Args:
         model: the skeleton.
-        is_absorbed: take the up-projection of latent attention apart, head by head, as serving
-            absorbs it; False leaves it whole, as training runs it.
+        is_absorbed: True to split latent attention's up-projection by head, as serving absorbs it;
+            False to leave it whole, as training runs it.
     """
     matrices: list[RawMatrix] = []
     vectors = Vectors()
@@ -204,7 +205,7 @@ def list_matrices(model: Any, *, is_absorbed: bool = True) -> tuple[list[RawMatr
 
 
 def list_adapter_places(model: Any) -> list[AdapterPlace]:
-    """Return the linear modules of a skeleton that take adapters: all but routers and the head."""
+    """Return the linear modules that can take adapters: all except routers and the head."""
     head = model.get_output_embeddings()
     return [
         AdapterPlace(module=name, in_features=module.in_features, out_features=module.out_features)
@@ -217,13 +218,15 @@ def list_adapter_places(model: Any) -> list[AdapterPlace]:
 
 
 def _is_vector(parameter: nn.Parameter) -> bool:
-    """Return True of what has one size, also where it has others of 1 beside."""
+    """Return True if a parameter has only one dimension larger than 1 and is not a matrix."""
     is_matrix = parameter.dim() == 2
     return not is_matrix and parameter.numel() == max(parameter.shape, default=1)
 
 
 def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
-    """Return what latent attention makes of its up-projection: it is absorbed, head by head."""
+    """Return the per-head matrices into which latent attention splits its absorbed
+    up-projection.
+    """
     heads, rank = attention.num_heads, attention.kv_lora_rank
     return [
         RawMatrix(name, "head_matrices", (heads, rank, attention.qk_nope_head_dim)),
@@ -232,7 +235,9 @@ def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
 
 
 def _list_step_matrices(name: str, weight: Any, num_heads: int) -> list[RawMatrix]:
-    """Return what a state space makes of its first projection: time steps have their own matrix."""
+    """Return the matrices into which a state space splits its first projection: time steps
+    apart.
+    """
     rows, size = weight.shape
     return [
         RawMatrix(name, "qkv", (rows - num_heads, size)),
@@ -250,12 +255,12 @@ def is_experts(module: Any) -> bool:
 
 
 def is_gated_experts(module: Any) -> bool:
-    """Return True if experts of ``is_experts`` have a gate beside what they raise."""
+    """Return True if the experts of a module have a gate beside the up projection."""
     return hasattr(module, EXPERT_PARTS[0])
 
 
 def count_experts(experts: Any, hidden_size: int) -> tuple[int, int, int]:
-    """Return (E, D, F); families store either order of the last two dimensions."""
+    """Return (E, D, F) of experts, whose last two dimensions may be in either order."""
     count, *sizes = experts.down_proj.shape
     if not is_gated_experts(experts):
         # Ungated experts may take latents as inputs, which are narrower than the hidden size, so
@@ -277,7 +282,7 @@ def _is_tied_head(model: Any, module: nn.Module) -> bool:
 
 
 def has_layered_rope(config: Any) -> bool:
-    """Return True if the RoPE depends on the type of the layer."""
+    """Return True if layer types have different RoPEs."""
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return any(isinstance(value, dict) for value in ropes.values())
 
@@ -285,8 +290,8 @@ def has_layered_rope(config: Any) -> bool:
 def find_projections(module: Any) -> tuple[str, ...]:
     """Return the names of an attention's projections to q, k and v; empty: it is no attention.
 
-    Without the last, keys are values; with the first alone, it shares those of another layer. What
-    convolves them keeps a state.
+    Without a v projection, keys serve as values; with q alone, another layer's KV is used. A module
+    with a convolution keeps a state and is no attention.
     """
     if hasattr(module, "conv1d"):
         return ()
@@ -307,19 +312,19 @@ def find_output(module: Any) -> str:
 
 
 def find_qk_norms(module: Any) -> tuple[str, str]:
-    """Return the names of the norms of queries and keys, whether they are there or not."""
+    """Return the attribute names of the norms of queries and keys, present or not."""
     found = (pair for pair in QK_NORM_NAMES if any(hasattr(module, name) for name in pair))
     return next(found, QK_NORM_NAMES[0])
 
 
 def find_base_part(model: Any, part: str) -> tuple[str, Any]:
-    """Return (path, module) of what a decoder has beside its layers.
+    """Return (path, module) of a decoder's part outside of its layers.
 
     Args:
         model: the skeleton.
         part: a key of ``BASE_NAMES``.
 
-    Returns: the first name that it has; the first of all and None where it has none.
+    Returns: the first name that the decoder has; if it has none, the first name of all, and None.
     """
     names = BASE_NAMES[part]
     name = next((name for name in names if getattr(model.model, name, None) is not None), names[0])
@@ -327,7 +332,7 @@ def find_base_part(model: Any, part: str) -> tuple[str, Any]:
 
 
 def find_kv_source(model: Any, module: Any) -> int:
-    """Return the number of the layer whose KV an attention reads in place of its own; -1: none."""
+    """Return the number of the layer whose KV an attention reads instead of its own; -1: none."""
     if not getattr(module, "is_kv_shared_layer", False):
         return -1
     earlier = [layer.self_attn for layer in list(model.model.layers)[: module.layer_idx]]
@@ -340,9 +345,9 @@ def find_kv_source(model: Any, module: Any) -> int:
 
 
 def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
-    """Return what each attention of a skeleton does, by its path; why not, where it cannot be run.
+    """Return how each attention module calls attention, by path; an error text if it cannot be run.
 
-    Before any rule: the modules are run.
+    The skeleton must be unchanged by rules, since its modules are run.
     """
     found: dict[str, AttentionCall | str] = {}
     # A layer runs for milliseconds even on the meta device, so layers that differ in their index
@@ -362,7 +367,7 @@ def observe_attentions(model: Any) -> dict[str, AttentionCall | str]:
 
 
 def count_kv_heads(attention: Any, projections: tuple[str, ...]) -> int:
-    """Return the KV heads of an attention with these projections."""
+    """Return the number of KV heads of an attention with these projections."""
     heads = getattr(attention, find_output(attention)).in_features // attention.head_dim
     if projections == ("qkv_proj",):
         rows = getattr(attention, projections[0]).out_features // attention.head_dim
@@ -380,7 +385,7 @@ MLP_NAMES = (
 )
 """Names of a dense MLP's matrices: gate and up, then down."""
 UNGATED = (("up_proj",), ("c_fc",))
-"""The first of these where there is no gate."""
+"""Names of the first matrix of an MLP without a gate."""
 
 
 def find_gate_up(module: Any) -> tuple[str, ...]:
@@ -392,11 +397,11 @@ def find_gate_up(module: Any) -> tuple[str, ...]:
 
 
 def find_down(module: Any) -> str:
-    """Return the name of the last matrix of a module that ``find_gate_up`` knows."""
+    """Return the name of the last matrix of an MLP that ``find_gate_up`` recognises."""
     names = find_gate_up(module)
     return next(down for each, down in MLP_NAMES if each == names)
 
 
 def is_gated(names: tuple[str, ...]) -> bool:
-    """Return True if matrices of these names, of ``find_gate_up``, hold a gate."""
+    """Return True if the matrices named by ``find_gate_up`` include a gate."""
     return names not in UNGATED

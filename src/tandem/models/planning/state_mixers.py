@@ -1,7 +1,7 @@
-"""Mixers with a state: which modules are such, and their specs.
+"""Mixers with a recurrent state: recognition of such modules, and their specs.
 
-A copy of the module, narrow in what goes in and out, is run on a few tokens and compared with our
-rule; what configurations leave open (gate, norm, range of an update) is found by that.
+A copy of the module with few inputs and outputs is run on a few tokens and compared with our rules;
+this determines options that configurations leave open (gate, norm, range of an update).
 """
 
 import copy
@@ -33,29 +33,31 @@ from tandem.models.planning.probes import UnfitModuleError, key_module
 __all__ = ["is_kimi_delta", "is_mamba2", "is_state_mixer", "observe_state_mixers"]
 
 PARTS = ("conv1d", "A_log", "dt_bias")
-"""The modules and parameters that every gated delta rule of transformers has."""
+"""Modules and parameters of every gated delta rule of transformers."""
 PROJECTIONS = (
     (("in_proj_qkvz",), ("in_proj_ba",), "out_proj"),
     (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), "out_proj"),
     (("q_proj", "k_proj", "v_proj", "g_proj"), ("b_proj", "a_proj"), "o_proj"),
 )
-"""Names of the projections to queries, keys, values and z, of those to b and a, of the output."""
+"""Names of the projections to queries, keys, values and z; to b and a; and to the output."""
 KIMI_PARTS = ("conv1d", "forget_gate", "b_proj", "g_a_proj", "g_b_proj", "o_norm", "o_proj")
-"""The modules that Kimi delta attention has beside the projections to queries, keys and values."""
+"""Parts of Kimi delta attention beside the projections to queries, keys and values."""
 KIMI_PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "b_proj", "g_a_proj", "forget_gate.f_a_proj"),
     *("g_b_proj", "forget_gate.f_b_proj"),
 )
-"""Those of the hidden state, and of what these give."""
+"""Projections of the hidden state, and of their results."""
 NORM_NAMES = ("norm", "o_norm")
 SIZES = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
 PROBE_WIDTH, PROBE_TOKENS, PROBE_CHUNK = 8, 5, 4
 TOLERANCE = 1e-3
-"""Relative to the largest output: what transformers computes in chunks adds rounding of float32."""
+"""Tolerance relative to the largest output; transformers' computation in chunks adds float32
+rounding.
+"""
 
 
 def is_state_mixer(module: Any) -> bool:
-    """Return True if a module has the parts of a mixer with a state that may run here."""
+    """Return True if a module has the parts of a supported mixer with a state."""
     return _choose_finder(module) is not None
 
 
@@ -83,7 +85,8 @@ def _choose_finder(module: Any) -> "Callable[[Any], StateMixerSpec] | None":
 
 
 def observe_state_mixers(model: Any) -> dict[str, StateMixerSpec | str]:
-    """Return the spec of each mixer with a state of a skeleton, by its path; why not, if it fails.
+    """Return the spec of each stateful mixer of a skeleton, by path; an error text if it does not
+    fit.
 
     Mixers of the same sizes are run once.
     """
@@ -126,7 +129,7 @@ def _find_short_conv(module: Any) -> ShortConvSpec:
 
 
 def _find_mamba2(module: Any) -> Mamba2Spec:
-    """Return the spec of a state space.
+    """Return the spec of a Mamba2 state space.
 
     Raises: UnfitModuleError (a part is missing, or it computes something else).
     """
@@ -214,7 +217,7 @@ def _allocate(rule: Any) -> StateSlots:
 
 
 def _find_gated_delta(module: Any) -> GatedDeltaSpec:
-    """Return the spec of a mixer.
+    """Return the spec of a gated delta rule.
 
     Raises: UnfitModuleError (a part is missing, or it computes something else).
     """
@@ -251,7 +254,7 @@ def _flatten(names: tuple[tuple[str, ...], tuple[str, ...], str]) -> tuple[str, 
 
 
 def _probe(module: Any, spec: GatedDeltaSpec) -> GatedDeltaSpec:
-    """Return the spec with the options that give what the module computes."""
+    """Return the spec with the options that reproduce the module's results."""
     orders = (True, False) if len(spec.qkvz_names) == 1 else (False,)
     options = product(orders, (1.0, 2.0), ("silu", "sigmoid"), (0.0, 1.0))
     tried = [
@@ -269,7 +272,7 @@ def _probe(module: Any, spec: GatedDeltaSpec) -> GatedDeltaSpec:
 
 
 Parts = tuple[tuple[str, ...], str, int]
-"""Names of a mixer's projections before its state, of that behind it, and the inputs of that."""
+"""Names of a mixer's input projections, name of its output projection, and that one's inputs."""
 AnySpec = TypeVar("AnySpec", bound=StateMixerSpec)
 
 
@@ -279,15 +282,15 @@ def _compare(
     options: Iterable[tuple[AnySpec, Callable[[Any, Tensor], Tensor]]],
     **arguments: Any,
 ) -> AnySpec:
-    """Return the first of several specs whose function gives what the module does.
+    """Return the first of several specs whose function reproduces the module's results.
 
     Args:
-        module: is not run itself, but a copy.
-        parts: of it.
-        options: the specs, and functions of the copy and its inputs.
-        arguments: that the module is called with.
+        module: the mixer; a copy of it is run.
+        parts: its projections.
+        options: specs, each with a function of the copy and its inputs.
+        arguments: keyword arguments for the module's call.
 
-    Raises: UnfitModuleError (none does, or the module cannot be run).
+    Raises: UnfitModuleError (no spec does, or the module cannot be run).
     """
     generator = torch.Generator().manual_seed(0)
     from transformers.utils import logging as transformers_logging
@@ -316,7 +319,7 @@ def _compare(
 
 
 def _make_narrow(module: Any, parts: Parts, generator: torch.Generator) -> Any:
-    """Return a copy off the meta device with random weights, whose hidden size is small."""
+    """Return a copy on the CPU with random weights and a small hidden size."""
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
     first, last, num_mixed = parts
@@ -338,7 +341,7 @@ def _make_narrow(module: Any, parts: Parts, generator: torch.Generator) -> Any:
 
 
 def _replace_part(shell: Any, name: str, part: nn.Module) -> None:
-    """Put a part in the place of one of a shallow copy, whose own parts are another's."""
+    """Replace a part of a shallow copy of a module without changing the original."""
     parent, _, rest = name.partition(".")
     if not rest:
         shell._modules[name] = part

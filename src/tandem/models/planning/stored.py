@@ -1,7 +1,6 @@
-"""The matrices of a skeleton that a checkpoint has as codes, and the formats of ours that hold
-them.
+"""Matrices of a skeleton that the checkpoint has as codes, and the weight formats that hold them.
 
-Read off the headers of the weights where they are there, else off the ``quantization_config``.
+Read from the headers of the weights if they are present, else from the ``quantization_config``.
 """
 
 from collections.abc import Mapping
@@ -28,23 +27,21 @@ class StoredMatrix:
     """The storage of a matrix in the checkpoint."""
 
     storage: str = ""
-    """The codes in words, for plans; empty for values."""
+    """Description of the codes, for plans; empty for plain values."""
     weight_format: WeightFormat | None = None
-    """Holds the codes as they are; None: they are decoded, or there are none."""
+    """Weight format that holds the codes unchanged; None: they are decoded, or there are none."""
     why: str = ""
-    """Why codes are decoded, in words that follow what they are; empty where they need not be."""
+    """Reason why codes are decoded, to be appended to their description; empty if they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """The storage of the matrices of a checkpoint that has codes; empty for one that has values
-    only.
-    """
+    """Storage of a quantized checkpoint's matrices; empty for a checkpoint of plain values."""
 
     matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
-    """By the skeleton's module; those that are multiplied."""
+    """Storage of matrices that are multiplied, by the skeleton's module."""
     size_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the file by the skeleton's module; empty where there are no weights."""
+    """Bytes in the file, by the skeleton's module; empty if the weights are absent."""
 
     def find(self, name: str) -> list[StoredMatrix]:
         """Return the matrices of a module and of those below it."""
@@ -52,24 +49,24 @@ class StoredModel:
         return [m for key, m in self.matrices.items() if key == name or key.startswith(below)]
 
     def find_format(self, name: str) -> WeightFormat | None:
-        """Return the format that holds all matrices of a module; None where there is none."""
+        """Return the weight format that holds all matrices of a module; None if there is none."""
         formats = {matrix.weight_format for matrix in self.find(name)}
         return formats.pop() if len(formats) == 1 else None
 
     def is_mixed(self, name: str) -> bool:
-        """Return True if all matrices of a module are in codes, and not all in one format."""
+        """Return True if all matrices of a module have codes, in more than one format."""
         formats = {matrix.weight_format for matrix in self.find(name)}
         return len(formats) > 1 and None not in formats
 
     def has_codes(self, name: str) -> bool:
-        """Return True if some matrix of a module is in codes that a format holds."""
+        """Return True if some matrix of a module has codes that a weight format holds."""
         return any(matrix.weight_format is not None for matrix in self.find(name))
 
 
 def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
-    """Return what a checkpoint has as codes; nothing where it has values only.
+    """Return the storage of a checkpoint's quantized matrices; empty if it has plain values only.
 
-    Raises: as ``open_source``, but for weights that are not there.
+    Raises: the errors of ``open_source``, except if the weights are absent.
     """
     quantization = checkpoint.quantization
     if quantization is None and find_gguf(checkpoint.folder) is None:
@@ -91,7 +88,7 @@ def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
 
 
 def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
-    """Return how a matrix is stored."""
+    """Return how a matrix is stored, read from the weights' headers."""
     names = [f"{matrix.module}.weight"]
     if matrix.role == "experts":
         names = list_expert_weights(reader, matrix.module, matrix.shape[0])
@@ -110,7 +107,7 @@ def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
 
 
 def _pair_down(held: WeightFormat | None, down: WeightFormat | None) -> WeightFormat | None:
-    """Return the format of experts; None where a float format stands beside another."""
+    """Return the format of experts; None if one of two different formats is a float format."""
     if held is None or down is None:
         return None
     is_pair = held == down or (held.is_integer and down.is_integer)
@@ -118,7 +115,9 @@ def _pair_down(held: WeightFormat | None, down: WeightFormat | None) -> WeightFo
 
 
 def _judge(matrix: RawMatrix, storage: str, held: WeightFormat | None) -> StoredMatrix:
-    """Return whether a product that stacks or orders this matrix can take its codes over."""
+    """Decide whether a matrix keeps its codes, or is decoded because operators reorder or
+    split it.
+    """
     why = ""
     if held is None:
         why = "which no format here holds"
@@ -133,7 +132,7 @@ def _judge(matrix: RawMatrix, storage: str, held: WeightFormat | None) -> Stored
 
 
 def _foresee(quantization: Quantization, matrix: RawMatrix) -> StoredMatrix:
-    """Return how a matrix will be stored, by the configuration alone."""
+    """Return how a matrix will be stored, from the configuration alone."""
     name = matrix.module
     if matrix.role == "experts" and quantization.method != "mxfp4":
         name = f"{matrix.module}.0.gate_proj"
