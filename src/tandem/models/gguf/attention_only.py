@@ -1,7 +1,6 @@
-"""Configurations of GGUF files of models whose layers all have attention, and little besides.
+"""Configurations of GGUF files of models whose layers all have attention.
 
-What llama.cpp's code fixes for an architecture is written here, with the place where it stands
-there.
+Values that llama.cpp's code fixes for an architecture are repeated here, with their source file.
 """
 
 from typing import Any
@@ -16,7 +15,7 @@ from tandem.models.gguf.rope import make_rope
 __all__ = ["ATTENTION_ONLY"]
 
 EXAONE4_WINDOWED = 64
-"""Layers of the model of 32B."""
+"""Layers of the 32B model, the only one with sliding windows."""
 LLAMA4_CHUNK = 8192
 LLAMA4_MOST_EXPERTS = 128
 
@@ -68,7 +67,7 @@ def _olmo2(facts: Facts) -> Config:
 
 
 def _list_windows(facts: Facts) -> list[str]:
-    """Return the type of each layer, by an array of those with a window."""
+    """Return the type of each layer, by the array that flags layers with a window."""
     value: Any = facts.find("attention.sliding_window_pattern")
     count = facts.num_layers
     if not isinstance(value, np.ndarray) or value.ndim != 1 or len(value) < count:
@@ -228,9 +227,9 @@ def _phimoe(facts: Facts) -> Config:
 
 
 def _find_common(facts: Facts, key: str, layers: list[str], kind: str) -> int:
-    """Return the number that all layers of a type have; 0 where there are none.
+    """Return the number that all layers of a type have; 0 if there are none.
 
-    Raises: ConfigError (they differ).
+    Raises: ConfigError (the numbers differ).
     """
     counts = facts.list_counts(key, len(layers))
     found = {count for count, layer in zip(counts, layers, strict=True) if layer == kind}
@@ -254,8 +253,9 @@ def _mimo2(facts: Facts) -> Config:
         "intermediate_size": facts.count("feed_forward_length"),
         "v_head_dim": facts.count("attention.value_length", facts.head_dim),
         "attention_value_scale": facts.number("attention.value_scale", 1.0),
-        # llama.cpp's window counts the query itself, transformers' only the tokens before it, hence
-        # the + 1.
+        # As in transformers' code for MiMo, a query attends to this many tokens before itself, so a
+        # window that includes the query is one larger; llama.cpp counts the query within the
+        # number.
         "sliding_window": facts.count("attention.sliding_window") + 1,
         "layer_types": layers,
         "mlp_layer_types": [
@@ -371,4 +371,4 @@ ATTENTION_ONLY = {
     "gemma4": _gemma4,
     "llama4": _llama4,
 }
-"""The special traits of an architecture of llama.cpp, by its name there."""
+"""Function that makes an architecture's special configuration fields, by llama.cpp's name of it."""

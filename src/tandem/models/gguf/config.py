@@ -1,13 +1,13 @@
-"""From GGUF metadata to the configuration that transformers would have for the model.
+"""Conversion of GGUF metadata to the configuration that transformers would have.
 
-An architecture of llama.cpp is one of transformers or, where llama.cpp counts several as one
+An architecture of llama.cpp is one of transformers, or, if llama.cpp uses one name for several
 (``llama`` with experts is Mixtral, ``deepseek2`` with sigmoid gates is DeepSeek-V3), the one that
-its facts tell. Whether it runs here is decided by the gate in ``families``, as of any other
-checkpoint. What llama.cpp's code fixes for an architecture and does not write into the file is
-written here, with the place where it stands there.
+the metadata shows. The gate in ``families`` decides whether it is supported, as for any checkpoint.
+Values that llama.cpp's code fixes for an architecture and does not write into the file are repeated
+here, with their source file.
 
-A file may be hostile: nothing is computed from a number of its metadata before the number is
-compared to what the file holds, so memory is bounded by the file's size.
+A file may be hostile: a number in its metadata is compared with the file's contents before it is
+used, so memory is bounded by the file's size.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ from tandem.models.sources.gguf_header import GgufTensor, Value
 __all__ = ["ARCHITECTURES", "make_config", "read_gguf_config"]
 
 UNEVEN = ("gemma4", "mimo2")
-"""Architectures whose layers of two types have KV heads, or MLPs, of two sizes."""
+"""Architectures whose two layer types have different KV heads or MLP sizes."""
 
 
 def make_config(
@@ -45,16 +45,16 @@ def make_config(
     tensors: Mapping[str, GgufTensor],
     rope_factors: list[float] | None = None,
 ) -> Config:
-    """Return what ``config.json`` would say.
+    """Return the equivalent of ``config.json`` for a GGUF file.
 
     Args:
-        metadata: of the first file.
-        tensors: of all parts.
-        rope_factors: values of ``rope_freqs.weight``; None where there is none.
+        metadata: metadata of the first file.
+        tensors: tensors of all parts.
+        rope_factors: values of ``rope_freqs.weight``; None if there is none.
 
     Raises:
         ConfigError: metadata is missing or of another type; the text names its key.
-        UnsupportedError: no architecture that is known here, or a RoPE that is none of Llama's.
+        UnsupportedError: an unknown architecture, or RoPE factors other than Llama's.
     """
     facts = Facts(metadata, tensors, rope_factors)
     special = ARCHITECTURES.get(facts.architecture)
@@ -70,9 +70,9 @@ def make_config(
 
 
 def read_gguf_config(path: Path) -> tuple[Config, Config]:
-    """Return what a GGUF file says in the place of config.json and generation_config.json.
+    """Return a GGUF file's equivalents of config.json and generation_config.json.
 
-    Raises: as ``make_config`` and ``GgufFiles.open``.
+    Raises: the errors of ``make_config`` and ``GgufFiles.open``.
     """
     files = GgufFiles.open(path)
     factors = files.read_floats(ROPE_FACTORS) if ROPE_FACTORS in files.tensors else None
@@ -119,7 +119,7 @@ def _list_common(facts: Facts) -> Config:
 
 
 def _find_dtype(facts: Facts) -> str:
-    """Return what most weights are stored in; bfloat16 where that is blocks of codes."""
+    """Return the dtype of most weights; bfloat16 if most are quantized."""
     weights: Counter[str] = Counter()
     for tensor in facts.tensors.values():
         weights[tensor.kind] += prod(tensor.shape)
@@ -322,4 +322,4 @@ ARCHITECTURES: dict[str, Callable[[Facts], Config]] = {
     **LATENT,
     **ATTENTION_ONLY,
 }
-"""The special traits of an architecture of llama.cpp, by its name there."""
+"""Function that makes an architecture's special configuration fields, by llama.cpp's name of it."""

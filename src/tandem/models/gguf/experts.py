@@ -1,4 +1,4 @@
-"""Routed experts of a GGUF file, by the names of transformers' configurations."""
+"""Routed experts of a GGUF file, under the names of transformers' configurations."""
 
 from tandem.models.gguf.facts import Config, Facts
 
@@ -6,11 +6,11 @@ __all__ = ["list_deepseek_experts", "list_experts"]
 
 
 def list_experts(facts: Facts, count_name: str = "num_experts") -> Config:
-    """Return how many experts there are, how many a token has, and their size if it is told.
+    """Return the number of experts, the number per token, and their size if the file states it.
 
     Args:
-        facts: of the file.
-        count_name: name of the number of experts in the configuration.
+        facts: the file's metadata.
+        count_name: configuration field for the number of experts.
     """
     config: Config = {
         count_name: facts.count("expert_count"),
@@ -22,7 +22,9 @@ def list_experts(facts: Facts, count_name: str = "num_experts") -> Config:
 
 
 def list_deepseek_experts(facts: Facts) -> Config:
-    """Return experts of DeepSeek-V3's kind: in groups, with shared ones, behind dense layers."""
+    """Return the fields of experts as in DeepSeek-V3: in groups, with shared experts, after dense
+    layers.
+    """
     return list_experts(facts, "n_routed_experts") | {
         "n_shared_experts": facts.count("expert_shared_count", 0),
         "first_k_dense_replace": facts.count("leading_dense_block_count", 0),

@@ -1,4 +1,4 @@
-"""Metadata of a GGUF file, whose numbers are compared with what the file holds as they are read."""
+"""Metadata of a GGUF file, whose numbers are checked against the file's contents when read."""
 
 from collections.abc import Mapping
 from math import prod
@@ -20,18 +20,18 @@ POSITIONS = (
     "attention.sliding_window",
     "rope.scaling.original_context_length",
 )
-"""Counts of positions, which the file has no weights for; all others count weights of a tensor."""
+"""Keys of counts of positions, which no tensor bounds; all other counts are sizes of tensors."""
 MAX_POSITIONS = 1 << 31
 MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 class Facts:
-    """Metadata of one architecture, by the part of the key behind its name.
+    """Metadata of one architecture, by the part of the key after the architecture's name.
 
     Args:
-        metadata: of the file.
-        tensors: of all parts, by llama.cpp's names.
-        rope_factors: the values of ``rope_freqs.weight``, if it is there.
+        metadata: the file's metadata.
+        tensors: tensors of all parts, by llama.cpp's names.
+        rope_factors: values of ``rope_freqs.weight``; None if there is none.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class Facts:
         self._max_size = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
 
     def find(self, key: str) -> Value | None:
-        """Return a value; None if it is not there."""
+        """Return a value; None if the key is missing."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None) -> int:
-        """Return a whole number, no larger than the file's largest tensor has weights for.
+        """Return a whole number, at most the number of weights of the file's largest tensor.
 
-        Arrays, one for each layer, must hold one value throughout.
+        An array with a value for each layer must have equal values.
         """
         value = self.find(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
@@ -71,7 +71,7 @@ class Facts:
         return value
 
     def count_where_any(self, key: str, default: int) -> int:
-        """Return a number that some layers have, by an array in which others have 0."""
+        """Return the number that some layers have, from an array in which other layers have 0."""
         value = self.find(key)
         if not isinstance(value, np.ndarray) or not value.any():
             return self.count(key, default)
@@ -84,11 +84,11 @@ class Facts:
         return number
 
     def list_counts(self, key: str, length: int) -> list[int]:
-        """Return a number of each layer: of an array of as many, or one that all have.
+        """Return a number for each layer, from an array or from a single number.
 
         Args:
-            key: of the metadata.
-            length: number of layers that are wanted, the first of the array.
+            key: metadata key.
+            length: number of layers; an array may be longer.
         """
         value = self.find(key)
         if not isinstance(value, np.ndarray):
@@ -106,7 +106,7 @@ class Facts:
         return self.count("block_count") - self.count("nextn_predict_layers", 0)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number, rounded to the decimals that a float32 of the file can mean."""
+        """Return a number, rounded to the decimals that are significant in the file's float32."""
         value = self.find(key)
         if value is None and default is not None:
             return default
@@ -119,7 +119,7 @@ class Facts:
         return float(np.format_float_positional(np.float32(value), unique=True))
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """Return a truth value."""
+        """Return a boolean value."""
         value = self.find(key)
         if value is None:
             return default
@@ -133,7 +133,7 @@ class Facts:
 
     @property
     def head_dim(self) -> int:
-        """Items of a key."""
+        """Items of a key in one head."""
         per_head = self.count("embedding_length") // self.num_heads
         size = self.count("attention.key_length", per_head)
         if not size:
@@ -142,7 +142,7 @@ class Facts:
 
     @property
     def num_heads(self) -> int:
-        """Number of heads of queries."""
+        """Number of query heads."""
         heads = self.count("attention.head_count")
         if not heads:
             raise ConfigError(WHERE, f"{self.architecture}.attention.head_count is 0")
@@ -150,5 +150,5 @@ class Facts:
 
 
 def show(value: object) -> str:
-    """Return a value as a message shows it."""
+    """Return a value as text for a message."""
     return f"an array of {len(value)}" if isinstance(value, (list, np.ndarray)) else repr(value)

@@ -1,7 +1,7 @@
-"""Configurations of GGUF files whose layers differ: some have a state, some attention.
+"""Configurations of GGUF files of hybrid models: some layers have a state, others attention.
 
-Which layers are which is told by their tensors. What llama.cpp's code fixes for an architecture is
-written here, with the place where it stands there.
+A layer's tensors tell its type. Values that llama.cpp's code fixes for an architecture are repeated
+here, with their source file.
 """
 
 from math import prod
@@ -21,11 +21,11 @@ __all__ = [
 ]
 
 WITHOUT_ROPE = ("kimi_linear", "nemotron_h")
-"""Types of models whose configuration has no RoPE."""
+"""Model types whose configuration has no RoPE."""
 
 
 def _list_layers(facts: Facts, part: str, kind: str) -> list[str]:
-    """Return the type of each layer: ``kind`` where it has a tensor, else attention."""
+    """Return the type of each layer: ``kind`` if it has the tensor ``part``, else attention."""
     return [
         kind if facts.has(f"blk.{i}.{part}") else "full_attention"
         for i in range(facts.count("block_count"))
@@ -44,13 +44,13 @@ def _list_convolutions(facts: Facts) -> Config:
 
 
 def make_lfm2(facts: Facts) -> Config:
-    """Return the special traits of ``lfm2``."""
+    """Return the special configuration fields of ``lfm2``."""
     # The file stores the MLP's final width, so transformers must not adjust it again.
     return {"model_type": "lfm2", "block_auto_adjust_ff_dim": False} | _list_convolutions(facts)
 
 
 def make_lfm2_moe(facts: Facts) -> Config:
-    """Return the special traits of ``lfm2moe``."""
+    """Return the special configuration fields of ``lfm2moe``."""
     dense = facts.count("leading_dense_block_count", 0)
     # norm_topk_prob is True, as norm_w is in llama.cpp's src/models/lfm2.cpp.
     return (
@@ -67,7 +67,7 @@ def make_lfm2_moe(facts: Facts) -> Config:
 
 
 def make_kimi_linear(facts: Facts) -> Config:
-    """Return the special traits of ``kimi-linear``."""
+    """Return the special configuration fields of ``kimi-linear``."""
     layers = _list_layers(facts, "ssm_a", "linear_attention")
     states = [i for i, kind in enumerate(layers) if kind == "linear_attention"]
     rates = facts.tensors[f"blk.{states[0]}.ssm_a"].shape if states else (0,)
@@ -102,9 +102,9 @@ def make_kimi_linear(facts: Facts) -> Config:
 
 
 def make_granite(facts: Facts) -> Config:
-    """Return the special traits of ``granitehybrid``.
+    """Return the special configuration fields of ``granitehybrid``.
 
-    Raises: UnsupportedError (a model of Bamba, which llama.cpp calls the same).
+    Raises: UnsupportedError (a Bamba model, which llama.cpp also calls ``granitehybrid``).
     """
     if facts.find("embedding_scale") is None:
         text = "a granitehybrid file without embedding_scale is of Bamba: name its safetensors"
@@ -142,11 +142,11 @@ LAYER_PARTS = {
     "attn_q.weight": "full_attention",
     "ffn_gate_inp.weight": "moe",
 }
-"""A tensor of a layer of Nemotron-H, and the type of a layer that has it; the others are MLPs."""
+"""Layer types of Nemotron-H by a tensor that only such layers have; other layers are MLPs."""
 
 
 def make_nemotron_h(facts: Facts) -> Config:
-    """Return the special traits of ``nemotron_h`` and ``nemotron_h_moe``."""
+    """Return the special configuration fields of ``nemotron_h`` and ``nemotron_h_moe``."""
     kinds = [
         next((k for part, k in LAYER_PARTS.items() if facts.has(f"blk.{i}.{part}")), "mlp")
         for i in range(facts.num_layers)

@@ -1,7 +1,7 @@
 """Configurations of GGUF files of models with multi-head latent attention.
 
-llama.cpp counts compressed keys as one KV head; the sizes of all heads are beside. What its code
-fixes for an architecture is written here, with the place where it stands there.
+llama.cpp counts compressed keys as one KV head; other keys hold the sizes of the full heads. Values
+that its code fixes for an architecture are repeated here, with their source file.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ __all__ = ["LATENT", "SIGMOID"]
 SOFTMAX, SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
 LONG_CONTEXT = 1 << 20
-"""Positions of GLM-5.2, from which on not every layer has an index of its own."""
+"""Context length of GLM-5.2, from which on some layers share an earlier layer's index."""
 
 
 def _list_latents(facts: Facts) -> Config:
@@ -75,7 +75,7 @@ def _glm_dsa(facts: Facts) -> Config:
 
 
 def _list_indexers(facts: Facts) -> list[str]:
-    """Return for each layer if it has an index, or takes what an earlier one chose."""
+    """Return the indexer type of each layer: an index of its own, or an earlier layer's choice."""
     value, count = facts.find("attention.indexer.types"), facts.num_layers
     if value is None:
         # As in llama.cpp's src/models/glm-dsa.cpp, files older than this key have a fixed pattern
@@ -91,4 +91,4 @@ def _list_indexers(facts: Facts) -> list[str]:
 
 
 LATENT = {"deepseek2": _deepseek2, "mistral4": _mistral4, "glm-dsa": _glm_dsa}
-"""The special traits of an architecture of llama.cpp, by its name there."""
+"""Function that makes an architecture's special configuration fields, by llama.cpp's name of it."""

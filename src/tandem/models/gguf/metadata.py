@@ -1,7 +1,7 @@
-"""From the configuration of transformers to GGUF metadata: the inverse of ``config``.
+"""Conversion of transformers' configuration to GGUF metadata: the inverse of ``config``.
 
-What is written is read back at once by ``make_config`` and compared with the configuration, so that
-a model of which the metadata cannot say something, such as another RoPE, is refused, not changed.
+The result is at once read back by ``make_config`` and compared with the configuration, so a model
+that metadata cannot describe, for example because of its RoPE, is refused, not changed.
 """
 
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ ARCHITECTURE_OF = {
     "glm4_moe": "glm4moe",
     "minimax_m2": "minimax-m2",
 }
-"""llama.cpp's architecture, by transformers' ``model_type``: those that are written."""
+"""Architectures that can be written: llama.cpp's name by transformers' ``model_type``."""
 
 WHERE = "models.export"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of routed experts."""
+"""Configuration fields for the number of routed experts."""
 FILE_VERSION = 2
-"""``general.quantization_version``."""
+"""Value of ``general.quantization_version``."""
 
 UNSAID = frozenset(
     {
@@ -60,18 +60,18 @@ UNSAID = frozenset(
         ),
     }
 )
-"""Fields that say nothing about what the model computes, or are compared by another field."""
+"""Configuration fields that do not affect the model's results, or are compared by another field."""
 
 
 def _find(config: Any, *names: str) -> Any:
-    """Return the first of these fields that is there and says something; None if there is none."""
+    """Return the first of the fields that is present and not None; None if there is none."""
     return next((v for n in names if (v := getattr(config, n, None)) is not None), None)
 
 
 def read_sizes(config: Any) -> ModelSizes:
-    """Return what the rules of mixtures ask of a model.
+    """Return the sizes of a model on which the rules of mixtures depend.
 
-    Raises: UnsupportedError (a model that is not written as GGUF here).
+    Raises: UnsupportedError (the model cannot be written as GGUF).
     """
     architecture = ARCHITECTURE_OF.get(config.model_type)
     if architecture is None:
@@ -91,14 +91,14 @@ def read_sizes(config: Any) -> ModelSizes:
 
 
 def make_metadata(config: Any, name: str, file_type: int) -> dict[str, Value]:
-    """Return what the file says about the model; its tokenizer is not among it.
+    """Return the GGUF metadata of a model, without its tokenizer.
 
     Args:
         config: transformers' configuration.
-        name: of the model.
+        name: the model's name.
         file_type: llama.cpp's number of the mixture.
 
-    Raises: as ``read_sizes``.
+    Raises: the errors of ``read_sizes``.
     """
     sizes = read_sizes(config)
     head_dim = _find(config, "head_dim") or config.hidden_size // config.num_attention_heads
@@ -179,7 +179,7 @@ def _list_rope(config: Any, head_dim: int) -> dict[str, Value]:
 
 
 def list_rope_factors(config: Any) -> NDArray[np.float32] | None:
-    """Return what Llama 3.1's frequencies are divided by; None for a model of another RoPE."""
+    """Return the divisors of Llama 3.1's RoPE frequencies; None for a model with another RoPE."""
     rope = config.rope_parameters
     if rope.get("rope_type") != "llama3":
         return None
@@ -194,14 +194,14 @@ def list_rope_factors(config: Any) -> NDArray[np.float32] | None:
 def check_metadata(
     config: Any, metadata: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Check that the metadata says of the model what its configuration says.
+    """Check that the metadata describes the same model as its configuration.
 
     Args:
         config: transformers' configuration.
-        metadata: as ``make_metadata`` gives it.
-        shapes: of the tensors.
+        metadata: the result of ``make_metadata``.
+        shapes: shapes of the tensors.
 
-    Raises: UnsupportedError (something is not said; the text names the field).
+    Raises: UnsupportedError (the metadata cannot express a field; the text names it).
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -249,7 +249,7 @@ def _list_ropes(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_windows(config: Any) -> list[int]:
-    """Return the window of each layer, 0 for none."""
+    """Return the sliding window of each layer; 0: none."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None) or []
     if kinds:

@@ -1,8 +1,8 @@
-"""The type of each tensor of a file: llama.cpp's mixtures, such as Q4_K_M.
+"""The type of each tensor of a GGUF file, by llama.cpp's mixtures such as Q4_K_M.
 
 The rules are those of ``llama_tensor_get_type`` in llama.cpp's src/llama-quant.cpp, without an
-importance matrix: the head and, in some mixtures, values, down projections and the first and last
-layers take more bits than the rest. Vectors, norms and routers are not coded.
+importance matrix: the head, and in some mixtures values, down projections and the first and last
+layers, get more bits than the rest. Vectors, norms and routers are not quantized.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ __all__ = ["MIXTURES", "Mixture", "ModelSizes", "choose_types"]
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of types."""
+    """A mixture of tensor types."""
 
     name: str
     kind: str
-    """The type of what no rule gives another."""
+    """Type of tensors for which no rule names another."""
     file_type: int
-    """llama.cpp's number, ``general.file_type``."""
+    """llama.cpp's number of the mixture, ``general.file_type``."""
 
 
 MIXTURES = {
@@ -46,7 +46,7 @@ MIXTURES = {
         Mixture("iq4_xs", "IQ4_XS", 30),
     )
 }
-"""By the name that ``llama-quantize`` takes."""
+"""Mixtures by their names in ``llama-quantize``."""
 
 NARROWER = {
     **dict.fromkeys(("Q2_K", "Q3_K", "IQ4_XS"), "IQ4_NL"),
@@ -54,18 +54,18 @@ NARROWER = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-"""Types of blocks of 32 in place of superblocks, where rows are no whole ones."""
+"""Replacement types with blocks of 32, for rows that are not whole superblocks."""
 
 NOT_CODED = (
     *("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight"),
     *("position_embd.weight", "token_types.weight"),
 )
-"""Endings of tensors that stay as they are."""
+"""Suffixes of tensors that are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The facts of a model that the rules use."""
+    """Sizes of a model on which the rules depend."""
 
     architecture: str
     num_layers: int
@@ -75,12 +75,12 @@ class ModelSizes:
 
     @property
     def group(self) -> int:
-        """Heads of queries for each of keys."""
+        """Query heads per KV head."""
         return self.num_heads // max(self.num_kv_heads, 1)
 
     @property
     def is_70b(self) -> bool:
-        """True if llama.cpp calls the model one of 70B."""
+        """True if llama.cpp treats the model as a 70B model."""
         return self.architecture in ("llama", "qwen2") and self.num_layers == 80
 
 
@@ -90,8 +90,8 @@ def choose_types(
     """Return the type of each tensor.
 
     Args:
-        mixture: of ``MIXTURES``.
-        sizes: of the model.
+        mixture: one of ``MIXTURES``.
+        sizes: the model's sizes.
         tensors: shapes by llama.cpp's names, outputs first.
     """
     values = sorted(
@@ -108,7 +108,7 @@ def _find_layer(name: str) -> int:
 
 
 def _fit(kind: str, name: str, shape: tuple[int, ...]) -> str:
-    """Return the type itself, or what rows of this size can have."""
+    """Return a type that fits the tensor: the given one, a narrower one, or an unquantized one."""
     *rows, inputs = shape
     if not name.endswith("weight") or prod(rows) == 1 or name.endswith(NOT_CODED):
         return "F32"

@@ -1,10 +1,10 @@
-"""The tensors of a GGUF file that a weight of the skeleton is made of, and the way.
+"""Recipes that make a weight of the skeleton from tensors of a GGUF file.
 
-llama.cpp's names are ``blk.LAYER.PART.weight``. Where its converter rearranged a weight, a
-``Recipe`` says what to undo: rows of q and k of ``llama``, whose rotation pairs neighbours there;
-norms of Gemma, which hold ``1 + weight``; gate and up, in tensors apart; the compressed values of
-MLA, in tensors by use; what layers with a state have (``states``). A vector or a convolution may
-have dimensions of one there that it has not here, and the other way around.
+llama.cpp's names are ``blk.LAYER.PART.weight``. If its converter rearranged a weight, a ``Recipe``
+tells how to undo that: rows of q and k of ``llama``, whose RoPE pairs neighbours in the file;
+Gemma's norms, which are stored as ``1 + weight``; gate and up in separate tensors; MLA's compressed
+matrices, split by use; weights of layers with a state (``states``). A vector or a convolution may
+have additional dimensions of size 1 in the file or in the skeleton.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -20,44 +20,44 @@ __all__ = ["COPIES", "HARMLESS", "How", "Recipe", "list_noted", "make_recipes"]
 
 
 class How(Enum):
-    """The operation that makes a weight of the skeleton out of tensors of the file."""
+    """Operation that makes a weight of the skeleton from tensors of the file."""
 
     PLAIN = auto()
-    """The tensors one below the other; of experts, along their outputs."""
+    """Concatenate the tensors by rows; experts along their outputs."""
     UNPERMUTE = auto()
-    """Rows of a head: pairs of neighbours become the two halves."""
+    """Reorder the rows of each head: pairs of neighbours become the two halves."""
     MINUS_ONE = auto()
-    """The file holds 1 + weight."""
+    """Subtract 1: the file stores 1 + weight."""
     INTERLEAVE = auto()
-    """gpt-oss: experts with inputs first, columns of the two tensors in turn."""
+    """For gpt-oss: experts with inputs first, columns of the two tensors alternating."""
     TRANSPOSE = auto()
-    """gpt-oss, Llama 4: experts with inputs first, tensors one beside the other."""
+    """For gpt-oss and Llama 4: experts with inputs first, tensors side by side."""
     ORDERED = auto()
-    """The tensors one below the other, rows in ``Recipe.order``."""
+    """Concatenate the tensors by rows, with rows in ``Recipe.order``."""
     TURNED_INPUTS = auto()
-    """Inputs in ``Recipe.order``."""
+    """Reorder the inputs by ``Recipe.order``."""
     LOG_RATE = auto()
-    """The file holds -exp(weight), in ``Recipe.order``."""
+    """Take the logarithm: the file stores -exp(weight), in ``Recipe.order``."""
     FLAT = auto()
-    """One tensor that may have other dimensions of one, or whose rows make a vector."""
+    """One tensor that may have other dimensions of size 1, or whose rows form a vector."""
     STACKED = auto()
-    """Tensors of one size, each a share of the rows."""
+    """Concatenate tensors of equal size, each a share of the rows."""
     JOIN_KV = auto()
-    """MLA: keys [H, latent, d] and values [H, d, latent] become [H * (d + d), latent]."""
+    """For MLA: keys [H, latent, d] and values [H, d, latent] become [H * (d + d), latent]."""
     NOTED = auto()
-    """No tensor: numbers of the metadata, ``Recipe.values``."""
+    """No tensor: numbers of the metadata, in ``Recipe.values``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The recipe of a weight."""
+    """The tensors and the operation that make a weight."""
 
     tensors: tuple[str, ...]
     how: How = How.PLAIN
     order: NDArray[np.int64] | None = None
-    """The row, or input, of the file that each one is."""
+    """Row, or input, of the file for each row, or input, of the weight; None: unchanged."""
     values: NDArray[np.float32] | None = None
-    """The weight itself, where the metadata have it."""
+    """The weight itself, if the metadata contains it; None otherwise."""
 
 
 HARMLESS = {
@@ -66,10 +66,10 @@ HARMLESS = {
     r"^blk\.\d+\.attn_rot_embd$": "RoPE frequencies, which are computed from the configuration",
     r"^blk\.\d+\.nextn\.": "of a layer that predicts a further token, which is not run",
 }
-"""Tensors that no weight of the skeleton is made of, as patterns, and why."""
+"""Tensors from which no weight is made: patterns of names, with the reason."""
 
 COPIES = {"attn_k_b.weight": "attn_kv_b.weight", "attn_v_b.weight": "attn_kv_b.weight"}
-"""Tensors of a layer that are not needed where another is there, which holds them."""
+"""Tensors of a layer that duplicate another tensor, which is used if present."""
 
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -114,7 +114,7 @@ LAYER = {
         for part in ("gate", "up", "down")
     },
 }
-"""Modules of a layer; ``.weight`` and ``.bias`` follow on both sides."""
+"""Tensor names by module of a layer; ``.weight`` or ``.bias`` is appended to both."""
 
 SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
@@ -234,7 +234,7 @@ SPECIAL = {
     "granitehybrid": GRANITE,
     **dict.fromkeys(STATE_ARCHITECTURES, SECOND_NORM),
 }
-"""Names of modules that an architecture calls otherwise."""
+"""Tensor names of modules that differ in an architecture, by its name."""
 
 CONVOLUTIONS = (".conv.conv.weight", ".mamba.conv1d.weight", ".mixer.conv1d.weight")
 PERMUTED = (
@@ -247,15 +247,15 @@ PERMUTED = (
     "arcee",
     "olmo",
 )
-"""Architectures whose rows of q and k are pairs of neighbours."""
+"""Architectures whose rows of q and k rotate as pairs of neighbours."""
 CENTRED_NORMS = ("gemma", "nemotron", "gemma2", "gemma3", *STATE_ARCHITECTURES)
-"""Architectures whose norms hold 1 + weight, but for those of a state's heads."""
+"""Architectures whose norms are stored as 1 + weight, except norms of a state's heads."""
 
 STATE_SPACES = {"granitehybrid": "mamba", "nemotron_h": "mixer", "nemotron_h_moe": "mixer"}
-"""Architectures with Mamba2, and the name of a layer's part that has it."""
+"""Architectures with Mamba2, with the attribute of a layer that holds it."""
 
 FIRST_PARTS = ("attn_norm", "post_attention_norm", "attn_q")
-"""Parts of a layer, one of which every layer has."""
+"""Parts of which every layer has at least one."""
 
 MAX_LAYERS = 2048
 
@@ -263,12 +263,12 @@ MAX_LAYERS = 2048
 def make_recipes(
     architecture: str, tensors: Container[str], sizes: StateSizes | None = None
 ) -> dict[str, Recipe]:
-    """Return what every weight that a skeleton may ask for is made of, by its name there.
+    """Return the recipe of every weight that a skeleton may need, by its name there.
 
     Args:
-        architecture: as the file calls it.
-        tensors: those of the file; recipes of which it has not all are left out.
-        sizes: of layers with a state.
+        architecture: the file's name of it.
+        tensors: the file's tensors; recipes with missing tensors are omitted.
+        sizes: sizes of layers with a state; None: there are none.
     """
     recipes = {name: _choose(architecture, name, tensor) for name, tensor in TOP.items()}
     if TOP["lm_head.weight"] not in tensors:
@@ -308,7 +308,7 @@ def _choose(architecture: str, name: str, tensor: str) -> Recipe:
 def _list_state(
     sizes: StateSizes, layer: str, tensors: Container[str]
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield the weights of a layer with a state."""
+    """Yield the weights of a layer with a state, each with its recipe."""
     qkv, z = f"{layer}attn_qkv.weight", f"{layer}attn_gate.weight"
     heads = sizes.order_heads(1) if sizes.has_order else None
     values = sizes.order_heads(sizes.value_dim) if sizes.has_order else None
@@ -340,7 +340,7 @@ def _list_state(
 def _list_special(
     architecture: str, layer: str, tensors: Container[str]
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield weights that are no ``.weight`` of a linear module, or several tensors here."""
+    """Yield weights that are not a linear module's ``.weight``, or that combine several tensors."""
     yield "self_attn.sinks", Recipe((f"{layer}attn_sinks.weight",))
     yield "feed_forward.expert_bias", Recipe((f"{layer}exp_probs_b.bias",))
     yield from _list_mixer(architecture, layer, tensors)
@@ -373,7 +373,9 @@ def _list_special(
 def _list_mixer(
     architecture: str, layer: str, tensors: Container[str]
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield what Kimi delta attention and Mamba2 have beside matrices, and Granite's own MLP."""
+    """Yield Kimi delta attention's and Mamba2's weights other than matrices, and Granite's
+    own MLP.
+    """
     bias, rate = Recipe((f"{layer}ssm_dt.bias",)), Recipe((f"{layer}ssm_a",), How.LOG_RATE)
     if architecture == "kimi-linear":
         convolutions = tuple(f"{layer}ssm_conv1d_{part}.weight" for part in "qkv")
@@ -397,15 +399,15 @@ def _list_mixer(
 
 
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")
-"""Parameters of an activation, of which each layer has its own."""
+"""Parameters of the xIELU activation, which each layer has."""
 
 
 def list_noted(metadata: Mapping[str, object], num_layers: int) -> dict[str, Recipe]:
-    """Return the recipes of weights whose numbers are metadata: the parameters of xIELU.
+    """Return the recipes of weights that are stored as metadata: xIELU's parameters.
 
     Args:
-        metadata: of the file; for each parameter a number, or as many as there are layers.
-        num_layers: of the model.
+        metadata: the file's metadata; each parameter is a number, or one number for each layer.
+        num_layers: number of layers.
     """
     recipes: dict[str, Recipe] = {}
     for part in XIELU:

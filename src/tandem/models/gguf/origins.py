@@ -1,4 +1,4 @@
-"""The weights that the tensors of a GGUF file are made of: ``names``, read the other way."""
+"""The weights from which the tensors of a GGUF file are made: the inverse of ``names``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +13,20 @@ __all__ = ["Origin", "list_origins", "list_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The weight that a tensor of the file is made of."""
+    """The weight from which a tensor of the file is made."""
 
     weight: str
     shape: tuple[int, ...]
     """Shape of the weight."""
     recipe: Recipe
     part: int
-    """Place among the tensors of the recipe."""
+    """Index of the tensor among those of the recipe."""
 
 
 class _Names:
-    """The names that a file of a model may have: no tensors that hold several others."""
+    """The tensor names that a model's file may have, without tensors that combine several
+    others.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
@@ -37,12 +39,12 @@ class _Names:
 
 
 def list_origins(config: Any) -> dict[str, Origin]:
-    """Return the tensors of a model's file in its order, with what they are made of.
+    """Return the tensors of a model's file in order, with the weights that they are made from.
 
     Args:
         config: transformers' configuration.
 
-    Raises: UnsupportedError (a model, or a weight of it, that is not written as GGUF here).
+    Raises: UnsupportedError (the model, or one of its weights, cannot be written as GGUF).
     """
     sizes = read_sizes(config)
     recipes = make_recipes(sizes.architecture, _Names(sizes.num_layers))
@@ -64,7 +66,7 @@ def list_origins(config: Any) -> dict[str, Origin]:
 def list_tensors(config: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's tensors by llama.cpp's names, outputs first.
 
-    Raises: as ``list_origins``.
+    Raises: the errors of ``list_origins``.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor, origin in list_origins(config).items():

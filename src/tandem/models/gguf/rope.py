@@ -8,16 +8,16 @@ from tandem.models.gguf.facts import WHERE, Config, Facts, show
 __all__ = ["ROPE_FACTORS", "make_rope"]
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""A tensor whose presence means that frequencies are scaled as Llama 3.1's are."""
+"""Tensor whose presence means that frequencies are scaled as in Llama 3.1."""
 STILL = 1e29
-"""A factor that leaves nothing of a frequency."""
+"""Factor from which on a frequency counts as divided to zero."""
 
 
 def make_rope(facts: Facts) -> Config:
-    """Return the parameters of RoPE.
+    """Return the RoPE parameters.
 
-    Raises: ConfigError (a type that is no name); UnsupportedError (factors of another kind than
-        Llama 3.1's).
+    Raises: ConfigError (the scaling type is not a name); UnsupportedError (factors of another kind
+        than Llama 3.1's).
     """
     rope: Config = {"rope_type": "default", "rope_theta": facts.number("rope.freq_base", 10_000.0)}
     rotated = facts.count("rope.dimension_count", facts.head_dim)
@@ -46,7 +46,7 @@ def make_rope(facts: Facts) -> Config:
 
 
 def _find_proportional_rope(factors: list[float]) -> Config:
-    """Return the parameters of a RoPE whose factors let the last pairs stand still.
+    """Return the parameters of a RoPE whose factors leave the last pairs unrotated.
 
     Raises: UnsupportedError (factors of another kind).
     """
@@ -58,9 +58,10 @@ def _find_proportional_rope(factors: list[float]) -> Config:
 
 
 def _find_llama3_rope(factors: list[float], theta: float, head_dim: int) -> Config:
-    """Return the parameters whose factors these are: the file has only the result.
+    """Return the Llama 3.1 parameters that give these factors; the file stores only the factors.
 
-    All published models of the kind share all but the factor, which is the largest of them.
+    All published models of this kind share all parameters except the scaling factor, which is the
+    largest of the factors.
     """
     low, high, original = 1.0, 4.0, 8192
     factor = max(factors)

@@ -1,9 +1,9 @@
-"""Layers with a state in a GGUF file: their sizes, and what llama.cpp's converter rearranged.
+"""Layers with a state in a GGUF file: their sizes, and the order of rows in the file.
 
-``qwen3next`` has the rows of Qwen3-Next's joined projection by kind instead of by key head.
-``qwen35`` and ``qwen35moe`` have value heads in turn, the first of each key head, then the second
-of each, where transformers has those of a key head together: in rows, and in the inputs of the
-output projection. A decay's rate is stored as minus its value, not as a logarithm.
+``qwen3next`` stores the rows of Qwen3-Next's joint projection by kind instead of by key head.
+``qwen35`` and ``qwen35moe`` store the first value head of every key head, then the second of each,
+while transformers keeps those of a key head together: in rows, and in the inputs of the output
+projection. A decay's rate is stored as its negative, not as its logarithm.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ __all__ = ["STATE_ARCHITECTURES", "StateSizes", "find_sizes", "read_state_sizes"
 
 STATE_ARCHITECTURES = ("qwen3next", "qwen35", "qwen35moe")
 TILED = ("qwen35", "qwen35moe")
-"""Architectures whose value heads come in turn."""
+"""Architectures that alternate value heads between key heads."""
 
 Order = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """Heads of the layers with a state of a model."""
+    """Numbers and sizes of the heads in a model's layers with a state."""
 
     num_k_heads: int
     num_v_heads: int
@@ -33,26 +33,28 @@ class StateSizes:
 
     @property
     def group(self) -> int:
-        """Value heads of a key head."""
+        """Value heads per key head."""
         return self.num_v_heads // self.num_k_heads
 
     @property
     def has_order(self) -> bool:
-        """True if value heads lie in another order than transformers has them."""
+        """True if the file's order of value heads differs from transformers'."""
         return self.is_tiled and self.group > 1
 
     def order_heads(self, size: int) -> Order:
-        """Return which row of the file each of the value heads' rows is; a head has ``size``."""
+        """Return the file's row for each row of the value heads, with ``size`` rows per head."""
         rows = np.arange(self.num_v_heads * size).reshape(self.group, self.num_k_heads, size)
         return rows.swapaxes(0, 1).ravel() if self.is_tiled else rows.ravel()
 
     def order_channels(self) -> Order:
-        """Return the same of the rows of all queries, all keys and all values."""
+        """Return the file's row for each row of all queries, keys and values."""
         first = 2 * self.num_k_heads * self.key_dim
         return np.concatenate((np.arange(first), first + self.order_heads(self.value_dim)))
 
     def join_by_head(self) -> Order:
-        """Return which row of queries, keys, values and z each row is that is by key head."""
+        """Return the row of the file's queries, keys, values and z for each row grouped by key
+        head.
+        """
         parts: list[Order] = []
         begin = 0
         for size in (self.key_dim, self.key_dim, *(self.group * self.value_dim,) * 2):
@@ -66,10 +68,10 @@ def read_state_sizes(architecture: str, count: Callable[[str], int]) -> StateSiz
     """Return the sizes of a model's layers with a state.
 
     Args:
-        architecture: of ``STATE_ARCHITECTURES``.
-        count: gives a number of the metadata, by its key below the architecture's.
+        architecture: one of ``STATE_ARCHITECTURES``.
+        count: returns a number of the metadata by its key without the architecture's name.
 
-    Raises: what ``count`` raises; ValueError (sizes that do not fit).
+    Raises: the errors of ``count``; ValueError (sizes that do not fit together).
     """
     keys, values = count("ssm.group_count"), count("ssm.time_step_rank")
     inner = count("ssm.inner_size")
@@ -80,9 +82,9 @@ def read_state_sizes(architecture: str, count: Callable[[str], int]) -> StateSiz
 
 
 def find_sizes(architecture: str, metadata: Mapping[str, object]) -> StateSizes | None:
-    """Return the sizes that metadata state; None of an architecture without states.
+    """Return the sizes stated in the metadata; None for an architecture without states.
 
-    Raises: ValueError (they are missing or do not fit).
+    Raises: ValueError (sizes are missing or do not fit together).
     """
     if architecture not in STATE_ARCHITECTURES:
         return None

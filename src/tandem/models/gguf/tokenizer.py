@@ -1,10 +1,10 @@
 """The tokenizer of a GGUF file's metadata, built for the ``tokenizers`` library.
 
-Three kinds are there: byte-level BPE with its merges (``gpt2``), SentencePiece's BPE (``llama``),
-whose merges follow from the scores of the pieces, and Gemma 4's (``gemma4``), which is written as
-SentencePiece's and has its merges. How text is split before BPE is known to
-llama.cpp by a name, ``tokenizer.ggml.pre``; here are the patterns of the models' own
-``tokenizer.json`` by that name. An unknown name is refused: another pattern gives other tokens.
+Three kinds exist: byte-level BPE with its merges (``gpt2``), SentencePiece's BPE (``llama``), whose
+merges follow from the scores of the pieces, and Gemma 4's (``gemma4``), in SentencePiece's form but
+with merges. llama.cpp identifies the splitting of text before BPE by a name,
+``tokenizer.ggml.pre``; this module holds the patterns of the models' own ``tokenizer.json`` by that
+name. An unknown name is refused, since another pattern gives other tokens.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ WHERE = "tokenizer.load"
 PREFIX = "tokenizer.ggml."
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
-"""Token types that are not found by merges."""
+"""Token types that are not produced by merges."""
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -60,7 +60,9 @@ _OTHER_CASES = (
     "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\uab68"
     "\U00010570-\U000105bc\U00016e40-\U0001dfff"
 )
-"""Letters with cases that the next one's list leaves out: those of its time without two of them."""
+"""Letters with case that DeepSeek-LLM's pattern does not treat as such, being newer than
+its list.
+"""
 DEEPSEEK_LLM = (
     r"[\r\n]",
     rf"\s?(?:(?![{_OTHER_CASES}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+",
@@ -69,7 +71,7 @@ DEEPSEEK_LLM = (
     "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
     r"\p{N}+",
 )
-"""DeepSeek-V2's."""
+"""Patterns of DeepSeek-V2."""
 _NO_HAN = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _KIMI_UPPER, _KIMI_LOWER = rf"[\p{{Lu}}\p{{Lt}}{_NO_HAN}]", rf"[\p{{Ll}}{_NO_HAN}]"
 KIMI_K2 = (
@@ -83,9 +85,11 @@ KIMI_K2 = (
         )
     ),
 )
-"""Chinese apart, words with their capitals, at most three digits; of Kimi's tiktoken files too."""
+"""Pattern of Kimi-K2, also for its tiktoken files: Chinese apart, words by case, at most three
+digits.
+"""
 DIGITS = (r"\p{N}",)
-"""Before GPT-2's own pattern."""
+"""Pattern that splits digits before GPT-2's own pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +97,13 @@ class Splitting:
     """The splitting of text before BPE."""
 
     patterns: tuple[str, ...] = ()
-    """One after the other; empty for GPT-2's own."""
+    """Patterns that are applied in turn; empty: GPT-2's only."""
     is_gpt2: bool = False
     """True if GPT-2's pattern follows."""
     is_nfc: bool = False
-    """True if text is normalized first."""
+    """True if text is first normalized to NFC."""
     keeps_whole: bool = False
-    """True if a piece that is a token is taken without merges."""
+    """True if a piece that is a token is used without merging."""
 
 
 SPLITTINGS = {
@@ -117,7 +121,7 @@ SPLITTINGS = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Splitting(O200K)),
     "tekken": Splitting(TEKKEN, keeps_whole=True),
 }
-"""By ``tokenizer.ggml.pre``."""
+"""Splittings by the value of ``tokenizer.ggml.pre``."""
 
 END_TOKENS = frozenset(
     {
@@ -134,9 +138,9 @@ END_TOKENS = frozenset(
         "<|user|>",
     }
 )
-"""Control tokens that end a turn, whichever of them the file names as its end."""
+"""Control tokens that end a turn, even if the file names another end token."""
 OF_FAMILY = {"<|user|>": ("glm4", "glm4moe")}
-"""Control tokens that do so in some architectures only."""
+"""Control tokens that end a turn only in some architectures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +149,7 @@ class GgufTokenizer:
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]
-    """Such as ``{"bos_token": "<s>"}``."""
+    """Special tokens by name, such as ``{"bos_token": "<s>"}``."""
     chat_template: str | None
 
 
@@ -153,17 +157,17 @@ def load_gguf_tokenizer(path: Path) -> GgufTokenizer:
     """Build the tokenizer of a GGUF file.
 
     Raises:
-        ConfigError: the metadata has none, or parts of it do not fit.
-        UnsupportedError: a kind or a pattern that is not known here.
-        CorruptionError: as ``GgufFiles.open``; a token is there twice.
+        ConfigError: the metadata has no tokenizer, or its parts do not fit together.
+        UnsupportedError: an unknown kind or splitting.
+        CorruptionError: as for ``GgufFiles.open``; a token occurs twice.
     """
     return build_tokenizer(GgufFiles.open(path).metadata, path.name)
 
 
 def build_tokenizer(metadata: Mapping[str, Value], name: str) -> GgufTokenizer:
-    """Build the tokenizer of a file's metadata; ``name`` is the file's, for errors.
+    """Build the tokenizer of a file's metadata; ``name`` is the file's name, for errors.
 
-    Raises: as ``load_gguf_tokenizer``.
+    Raises: the errors of ``load_gguf_tokenizer``.
     """
     tokens = _list_tokens(metadata)
     kind = metadata.get(f"{PREFIX}model")
@@ -199,7 +203,7 @@ def build_tokenizer(metadata: Mapping[str, Value], name: str) -> GgufTokenizer:
 
 
 def find_end_tokens(metadata: Mapping[str, Value], architecture: str) -> list[int]:
-    """Return the ids of all tokens that end a text, the file's own first."""
+    """Return the ids of all tokens that end a text, the file's own end token first."""
     tokens, types = metadata.get(f"{PREFIX}tokens"), metadata.get(f"{PREFIX}token_type")
     named = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = [token_id for token_id in named if type(token_id) is int]
@@ -315,10 +319,10 @@ def _make_gemma4(metadata: Mapping[str, Value], tokens: list[str]) -> tokenizers
 
 
 def _infer_merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that make a piece, the best piece first.
+    """Return all pairs of pieces that form a piece, best piece first.
 
-    SentencePiece joins the neighbours whose result has the highest score; ranks of merges say the
-    same. Of the ways to make one piece, the pair of earlier pieces comes first.
+    SentencePiece merges the neighbours whose result has the highest score; ranks of merges are
+    equivalent. Of several pairs forming one piece, the pair of earlier pieces comes first.
     """
     merges: list[tuple[float, int, int, str, str]] = []
     for piece, number in vocabulary.items():
@@ -359,7 +363,7 @@ def _frame(
     *,
     is_sentencepiece: bool,
 ) -> None:
-    """Let text begin and end with the tokens that the file wants."""
+    """Set the BOS and EOS tokens that the file requires around text."""
     pre = metadata.get(f"{PREFIX}pre")
     # If the file does not say, add a BOS token for the same tokenizers as llama.cpp does.
     default = is_sentencepiece or pre in ("llama-bpe", "llama3", "llama-v3", "tekken")

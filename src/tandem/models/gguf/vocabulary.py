@@ -1,8 +1,8 @@
-"""From a ``tokenizer.json`` to GGUF metadata: the inverse of ``tokenizer``.
+"""Conversion of a ``tokenizer.json`` to GGUF metadata: the inverse of ``tokenizer``.
 
-llama.cpp knows how a text is split by a name alone. The name whose tokenizer, built of what would
-be written, gives the model's own tokens for some texts is taken; where none does, the file says
-that it has no vocabulary, as a wrong one would give other tokens.
+llama.cpp knows the splitting of text only by a name. The name is chosen whose tokenizer, built from
+the metadata to be written, gives the model's own tokens for some probe texts; if there is none, the
+file states that it has no vocabulary, since a wrong one would give other tokens.
 """
 
 import json
@@ -26,7 +26,7 @@ __all__ = ["NO_VOCABULARY", "make_vocabulary"]
 
 NO_VOCABULARY: dict[str, Value] = {f"{PREFIX}model": "no_vocab"}
 NORMAL, UNUSED, BYTE = 1, 5, 6
-"""Token types beside those of ``tokenizer``."""
+"""Token types in addition to those of ``tokenizer``."""
 
 PROBES = (
     "Hello, world! How's it going? I'll say: don't.",
@@ -37,7 +37,7 @@ PROBES = (
     "Привет, мир! مرحبا بالعالم שלום עולם नमस्ते",
     "🚀 (normal) 😶‍🌫️ ∑∞ €100 ½ x² __init__ a/b\\c <html> {json: [1,2]} 3333333",
 )
-"""Texts in which patterns differ."""
+"""Probe texts that different splitting patterns split differently."""
 
 
 def make_vocabulary(
@@ -46,12 +46,12 @@ def make_vocabulary(
     template: str | None,
     size: int,
 ) -> dict[str, Value] | None:
-    """Return what the file says about text; None where it cannot say it.
+    """Return the tokenizer's metadata; None if metadata cannot describe it.
 
     Args:
         backend: the model's tokenizer.
-        special: such as ``{"eos_token": "</s>"}``.
-        template: of chats.
+        special: special tokens, such as ``{"eos_token": "</s>"}``.
+        template: chat template; None: none.
         size: rows of the embedding, of which some may have no token.
     """
     document = json.loads(backend.to_str())
@@ -90,7 +90,7 @@ def _list_tokens(document: dict[str, Any], size: int) -> dict[str, Value]:
 
 
 def _list_forms(model: dict[str, Any], metadata: dict[str, Value]) -> Iterator[dict[str, Value]]:
-    """Yield what may be said of how text is split, with and without a token before it."""
+    """Yield candidate metadata for the splitting of text, with and without a prefix token."""
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     if model.get("byte_fallback"):
         tokens = metadata[f"{PREFIX}tokens"]
@@ -119,7 +119,7 @@ def _encodes_alike(backend: tokenizers.Tokenizer, metadata: dict[str, Value]) ->
 
 
 def _split(backend: tokenizers.Tokenizer, text: str) -> list[str]:
-    """Return the pieces that merges stay within, whatever the vocabulary joins of them."""
+    """Return the pieces into which text is split before merging."""
     if backend.pre_tokenizer is None:
         return [text]
     return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
