@@ -1,6 +1,6 @@
-"""Models: the transformers skeleton, our operators put into it by rules, and weight sources.
+"""Models: transformers' skeleton, our operators placed by rules, and sources of weights.
 
-The names below load their modules, and with them torch, only when they are used.
+The names below are imported lazily, because their modules import torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,9 @@
-"""Reads LoRA adapters in PEFT's format; unknown features are refused by name.
+"""Reading of LoRA adapters in PEFT's format; unknown features are refused by name.
 
-A folder from elsewhere may hold anything. Two files of it are read, ``adapter_config.json`` and
-``adapter_model.safetensors``; the header of the second is checked against the model before a tensor
-is read, so that memory is bounded by the model's shapes. No regular expression of a file is run.
+An adapter folder may come from anywhere and hold anything. Only two files are read,
+``adapter_config.json`` and ``adapter_model.safetensors``; the header of the second is checked
+against the model before a tensor is read, so that memory is bounded by the model's shapes. No
+regular expression from a file is run.
 """
 
 import hashlib
@@ -33,13 +34,17 @@ MAX_RANK = 1024
 MAX_ALPHA = 1e6
 
 ExpertShapes = dict[str, tuple[int, int, int]]
-"""(experts, outputs, inputs) of the parameters of a layer's routed experts, in their order."""
+"""Shapes (experts, outputs, inputs) of the parameters of a layer's routed experts, in their
+order.
+"""
 
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
 _INNER = "base_layer"
-"""PEFT's name of a module that is wrapped."""
+"""PEFT's name for a wrapped module."""
 _PATTERN = re.compile(r"(\^|\.\*\.)?([\w.]+)")
-"""Keys of ``rank_pattern`` and ``alpha_pattern`` that are names, whole or the ends of such."""
+"""Pattern of the keys in ``rank_pattern`` and ``alpha_pattern`` that are supported: names, or their
+ends.
+"""
 
 _READ = {
     "peft_type",
@@ -78,30 +83,31 @@ _IGNORED = {
     "task_type",
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Plain starts of ``init_lora_weights``: those that leave the model's own weights as they are."""
+"""Values of ``init_lora_weights`` that leave the model's own weights unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraWeights:
-    """The change of one module: ``scale * B A``."""
+    """The LoRA factors of one module, whose weight changes by ``scale * B A``."""
 
     a_RK: Tensor  # noqa: N815 - a shape suffix
-    """The same as stored."""
+    """Factor A, in its stored dtype."""
     b_NR: Tensor  # noqa: N815
     scale: float
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """The content of an adapter's files, checked."""
+    """The checked contents of an adapter's files."""
 
     modules: dict[str, LoraWeights]
-    """By dotted name of the linear module, sorted."""
+    """Factors by dotted name of the linear module, sorted."""
     experts: dict[str, LoraWeights]
-    """By dotted name of the parameter of routed experts, sorted: A [E R, K], of which a row's
-    expert is its number over R; B [N, R E], of which a column's expert is its number modulo E."""
+    """Factors by dotted name of the routed experts' parameter, sorted: row i of A [E R, K] belongs
+    to expert i // R, column i of B [N, R E] to expert i modulo E.
+    """
     digest: str
-    """SHA-256 over the modules: names, scales, dtypes, shapes and bytes; hex."""
+    """SHA-256 over the modules' names, scales, dtypes, shapes and bytes, in hex."""
 
 
 def read_adapter_files(
@@ -111,21 +117,21 @@ def read_adapter_files(
     find_experts: Callable[[str], ExpertShapes] | None = None,
     within: Path | None = None,
 ) -> AdapterFiles:
-    """Read an adapter.
+    """Read and check an adapter.
 
     Args:
-        folder: holds it.
-        find_shape: returns (outputs, inputs) of a linear module that may be adapted; raises
+        folder: the adapter's folder.
+        find_shape: returns (outputs, inputs) of a linear module that can be adapted; raises
             UnsupportedError for any other name.
-        find_experts: returns the parameters of the routed experts of that name, empty for any
-            other; None: adapters of routed experts are refused.
-        within: refuse files whose real place is not below this folder; None: any place.
+        find_experts: returns the parameters of the routed experts of a name, empty for other names;
+            None: adapters of routed experts are refused.
+        within: refuse files whose real path is not below this folder; None: any path.
 
     Raises:
         NotFoundError: a file is missing.
-        CorruptionError: a file does not parse, tensors do not pair, or numbers are not finite.
+        CorruptionError: a file does not parse, tensors do not form pairs, or values are not finite.
         ConfigError: a setting is out of bounds; a file is not within ``within``.
-        UnsupportedError: it is not plain LoRA in safetensors of modules that may be adapted.
+        UnsupportedError: not plain LoRA in safetensors for modules that can be adapted.
     """
     config = _read_config(_find_file(folder, CONFIG_FILE, within), has_experts=bool(find_experts))
     path = _find_file(folder, WEIGHTS_FILE, within)
@@ -153,10 +159,11 @@ def read_adapter_files(
 def _find_parameter(
     config: dict[str, Any], name: str, find_experts: Callable[[str], ExpertShapes]
 ) -> tuple[str, tuple[int, int, int]] | None:
-    """Return (dotted name, shape) of the parameter whose adapter PEFT calls ``name``.
+    """Return (dotted name, shape) of the experts' parameter whose adapter PEFT calls ``name``.
 
-    None if that is no adapter of routed experts. PEFT wraps the module once for each parameter that
-    is adapted, in their order, so the last one is the outermost and has the module's own name.
+    None if it is no adapter of routed experts. PEFT wraps the module once for each adapted
+    parameter, in their order, so the last parameter's wrapper is outermost and has the module's own
+    name.
     """
     base, *inner = name.split(f".{_INNER}")
     shapes = find_experts(base)
@@ -246,7 +253,7 @@ def _pair(folder: Path, entries: Iterable[TensorEntry]) -> dict[str, dict[str, T
 
 
 def _find_scale(config: dict[str, Any], name: str) -> tuple[int, float]:
-    """Return (rank, scale) of a module, as PEFT finds them."""
+    """Return (rank, scale) of a module, determined as PEFT does."""
     rank = _match(config, "rank_pattern", name, config.get("r"))
     alpha = _match(config, "alpha_pattern", name, config.get("lora_alpha"))
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
@@ -258,7 +265,9 @@ def _find_scale(config: dict[str, Any], name: str) -> tuple[int, float]:
 
 
 def _match(config: dict[str, Any], key: str, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that a module's name ends in, or begins with ^."""
+    """Return the value of the first pattern that matches the end of a name, or all of it
+    after ^.
+    """
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):
         _refuse_number(key, patterns, "an object")

@@ -1,8 +1,8 @@
-"""The LoRA adapters of a loaded model: which there are, and how they get into its operators.
+"""The LoRA adapters of a loaded model, and their installation in its operators.
 
-Adapters are kept by digest, in the model's dtype, in slots that all matrices number alike. Loading
-and unloading may happen on any thread while steps run, as a step sees only adapters that its rows
-name; the caller ensures that no request runs with one that is being unloaded.
+Adapters are stored by digest, in the model's dtype, in slots with the same number in all matrices.
+Loading and unloading may happen on any thread while steps run, since a step uses only the adapters
+that its rows name; the caller ensures that no request uses an adapter that is being unloaded.
 """
 
 import re
@@ -30,7 +30,7 @@ _REASONS = (
     (re.compile(r"(^|\.)embed_tokens$"), "the embedding is not served with adapters"),
     (re.compile(r"\.(gate|router)$"), "routers are not served with adapters"),
 )
-"""Why a module that the model has may not be adapted."""
+"""Reasons why modules of the model cannot be adapted, by patterns of names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class LoadedAdapter:
     """An adapter in memory."""
 
     digest: str
-    """See ``AdapterFiles.digest``."""
+    """Digest of the adapter's files, as ``AdapterFiles.digest``."""
     slot: int
     rank: int
-    """The largest of its modules."""
+    """Largest rank of its modules."""
     num_modules: int
     size_bytes: int
 
@@ -50,10 +50,10 @@ class ModelAdapters:
     """The adapters of one model.
 
     Args:
-        skeleton: its loaded modules; their operators are made to take adapters here, once.
-        dtype: of the model, to which adapters are rounded.
-        context: of the model.
-        max_adapters: that are loaded at a time.
+        skeleton: the loaded modules, whose operators are made to take adapters here, once.
+        dtype: the model's dtype, to which adapters are rounded.
+        context: the model's device.
+        max_adapters: most adapters that are loaded at a time.
     """
 
     def __init__(
@@ -76,34 +76,34 @@ class ModelAdapters:
         self._loaded: dict[str, LoadedAdapter] = {}
         self._free_slots = list(range(max_adapters))
         self._lock = threading.Lock()
-        """Lock of the table and the slots; loading holds it."""
+        """Lock of the table and the slots; held while an adapter is loaded."""
 
     def wrap_matrix(self, matrix: Matrix) -> AdaptedMatrix:
-        """See ``MatrixWrapper``."""
+        """Return the matrix wrapped to take adapters."""
         wrapped = AdaptedMatrix(matrix, self._step)
         self._matrices.append(wrapped)
         return wrapped
 
     def wrap_heads(self, matrix: HeadMatrix) -> AdaptedHeads:
-        """See ``MatrixWrapper``."""
+        """Return the matrices of heads wrapped to take adapters."""
         wrapped = AdaptedHeads(matrix, self._step)
         self._matrices.append(wrapped)
         return wrapped
 
     @property
     def modules(self) -> Mapping[str, AdaptedPart]:
-        """The linear modules that may be adapted, by dotted name."""
+        """Linear modules that can be adapted, by dotted name."""
         return self._parts
 
     def read(self, folder: Path, *, digest: str = "", within: Path | None = None) -> AdapterFiles:
-        """Read an adapter of this model, and change nothing.
+        """Read an adapter for this model without installing it.
 
         Args:
-            folder: in PEFT's format.
-            digest: that its content must have; empty is any.
-            within: see ``read_adapter_files``.
+            folder: folder in PEFT's format.
+            digest: digest that the contents must have; empty: any.
+            within: as for ``read_adapter_files``.
 
-        Raises: as ``read_adapter_files``; ConflictError (another digest).
+        Raises: the errors of ``read_adapter_files``; ConflictError (another digest).
         """
         files = read_adapter_files(folder, self._find_shape, within=within)
         if digest and files.digest != digest:
@@ -112,9 +112,9 @@ class ModelAdapters:
         return files
 
     def install(self, files: AdapterFiles) -> LoadedAdapter:
-        """Give an adapter a slot; one of equal content that has one is returned.
+        """Install an adapter in a slot; an installed adapter with the same contents is returned.
 
-        Raises: CapacityError (no slot); CorruptionError (weights too large for the dtype).
+        Raises: CapacityError (no free slot); CorruptionError (weights too large for the dtype).
         """
         with self._lock:
             found = self._loaded.get(files.digest)
@@ -135,18 +135,18 @@ class ModelAdapters:
             return made
 
     def uninstall(self, digest: str) -> None:
-        """Free an adapter, which no step uses any more; unknown ones are ignored."""
+        """Free an adapter that no step uses any more; an unknown digest is ignored."""
         with self._lock:
             found = self._loaded.pop(digest, None)
             if found is not None:
                 self._clear(found.slot)
 
     def begin_step(self, num_rows: int, rows: Mapping[str, list[int]]) -> None:
-        """Say which rows of a step belong to which adapter, by digest; ``end_step`` ends it."""
+        """Begin a step, given the rows of each adapter by digest; ``end_step`` ends it."""
         self._step.begin(num_rows, {self._loaded[digest].slot: own for digest, own in rows.items()})
 
     def end_step(self) -> None:
-        """End a step."""
+        """End the step: rows belong to no adapter any more."""
         self._step.end()
 
     def _find_shape(self, name: str) -> tuple[int, int]:

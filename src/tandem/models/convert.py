@@ -1,4 +1,4 @@
-"""Packing a checkpoint's experts ahead of the first start, into the cache that loading maps."""
+"""Packing of a checkpoint's experts before the first start, into the cache that loading maps."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class ConvertReport:
     """The result of a conversion."""
 
     folder: str
-    """Holds a folder for each weight format."""
+    """Folder that holds a folder for each weight format."""
     weight_format: str
     num_files: int
     num_packed: int
-    """Files made now; the others were there."""
+    """Number of files made by this conversion; the others existed before."""
     size_bytes: int
     """Bytes of all packed files."""
     source_bytes: int
@@ -50,21 +50,22 @@ def convert_model(
     pool: ThreadPool | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Pack the routed experts of a checkpoint, as ``load_model`` would, and keep them.
+    """Pack the routed experts of a checkpoint, as ``load_model`` would, and store them.
 
-    What is there already is kept; a run that was cut short goes on where it was.
+    Existing files are kept; an interrupted conversion continues where it stopped.
 
     Args:
         path_or_id: a folder, or a hub id that was pulled before.
-        weight_format: of experts without a rule.
-        packed_cache: the folder to keep them in; ``auto`` is under the user's cache folder.
-        rules: a rule file that goes before the built-in rules.
-        is_verified: read everything again at the end and compare checksums.
-        pool: runs the packer; None = one of as many threads as the machine allows.
-        progress: as ``load_model``'s.
+        weight_format: format of experts without a rule.
+        packed_cache: folder for the packed experts; ``auto``: in the user's cache folder.
+        rules: a rule file with precedence over the built-in rules.
+        is_verified: True to read everything again at the end and compare checksums.
+        pool: threads that pack; None: a new pool with as many threads as the machine allows.
+        progress: as for ``load_model``.
 
-    Raises: as ``load_model``; ConfigError if the model has no experts to pack; CapacityError if
-        the folder took less than all; CorruptionError if a file is not what was written.
+    Raises: the errors of ``load_model``; ConfigError if the model has no experts to pack;
+        CapacityError if not all files could be written; CorruptionError if a file differs from what
+        was written.
     """
     # The packed cache holds experts in one part, so the plan has no parts for NUMA nodes.
     plan = plan_model(

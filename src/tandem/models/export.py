@@ -1,9 +1,9 @@
-"""Writing a checkpoint anew in another stored format: ``tandem convert --to``.
+"""Writing of a checkpoint in another stored format: ``tandem convert --to``.
 
-Values go to bfloat16; codes to what others read too: integers to compressed-tensors, fp8 to
-DeepSeek's blocks. One matrix is in memory at a time. Everything is written to a folder beside the
-target (``Draft``), which appears under its name when all of it is on the disk; ``config.json``,
-without which a folder is no model, is written last.
+Values are written as bfloat16; codes in layouts that other programs read: integers as
+compressed-tensors, fp8 as DeepSeek's blocks. One matrix is in memory at a time. Everything is
+written to a folder beside the target (``Draft``), which is renamed once all of it is on the disk;
+``config.json``, without which a folder is no model, is written last.
 """
 
 import errno
@@ -46,18 +46,21 @@ __all__ = [
 
 SHARD_BYTES = 4 << 30
 MARKER = ".tandem-convert"
-"""In a folder that a conversion writes to. Who has it locked is at work there; what else is in a
-folder whose marker nobody has locked was left by one that was killed."""
+"""File in a folder that a conversion writes to. The conversion at work holds a lock on it; a folder
+with an unlocked marker was left by a killed conversion.
+"""
 LOCK_ATTEMPTS = 100
-"""Each that fails means that another conversion has ended, or given up, in this moment."""
+"""Attempts to take the lock; each fails only if another conversion ended at that moment."""
 COPIED = (".json", ".jinja", ".model", ".txt", ".md", ".tiktoken")
-"""Endings of files beside the weights that go along; code does not."""
+"""Suffixes of other files that are copied to the new checkpoint; code is not."""
 INDEX = "model.safetensors.index.json"
 PLAIN_WORDS = (
     *("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate"),
     *("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj"),
 )
-"""Modules whose matrices are never coded: rows that are looked up, scores that choose or gate."""
+"""Modules whose matrices are never quantized: rows that are looked up, and scores that choose or
+gate.
+"""
 ST_NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -80,22 +83,22 @@ class ExportReport:
     weight_format: str
     num_tensors: int
     num_coded: int
-    """Matrices that are stored as codes now."""
+    """Number of matrices that are now stored as codes."""
     size_bytes: int
     source_bytes: int
     note: str = ""
-    """Something that the user must know; empty if there is nothing."""
+    """A note for the user; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """One tensor to write; ``make`` gives those of its weight by the last words of their names."""
+    """A tensor to write; ``make`` returns a weight's tensors by the last parts of their names."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     weight: str
-    """The weight that it is of."""
+    """Name of the weight to which the tensor belongs."""
     key: str
 
     @property
@@ -111,16 +114,17 @@ def export_checkpoint(
 
     Args:
         path_or_id: a folder, or a hub id that was pulled before.
-        to: ``bf16``, ``fp8`` or an integer format; embeddings, heads, routers and vectors stay as
-            values, in bfloat16 where they have two dimensions.
-        out: the folder to make; it must not be there, nor be made by another conversion now.
+        to: ``bf16``, ``fp8`` or an integer format; embeddings, heads, routers and vectors remain
+            plain values, in bfloat16 if they have two dimensions.
+        out: the folder to make; it must not exist, nor be written by another conversion.
         progress: called after each tensor of the source.
 
     Raises:
-        NotFoundError, CorruptionError: of the source.
-        ConfigError: ``out`` is there or being written, or an unknown format.
-        UnsupportedError: a format that no layout stores, weights that are not matrices, or GGUF.
-        CapacityError: the disk has no room.
+        NotFoundError, CorruptionError: errors of the source.
+        ConfigError: ``out`` exists or is being written, or an unknown format.
+        UnsupportedError: a format without checkpoint layout, weights that are not matrices, or
+            GGUF.
+        CapacityError: the disk is full.
     """
     checkpoint = open_checkpoint(path_or_id)
     try:
@@ -162,7 +166,7 @@ def export_checkpoint(
 
 
 def explain_write(error: OSError, out: Path) -> Exception:
-    """Return what an error of writing a folder is to the user."""
+    """Convert an OSError from writing a folder to an error for the user."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = f"the disk of {out} is full: free space there, or name a folder elsewhere"
         return CapacityError("models.export", what)
@@ -170,7 +174,9 @@ def explain_write(error: OSError, out: Path) -> Exception:
 
 
 def _list_weights(source: SafetensorsSource) -> dict[str, tuple[int, ...]]:
-    """Return all weights with their shapes as values; parts of codes are not among them."""
+    """Return all weights with the shapes of their values; tensors that hold codes are not
+    listed.
+    """
     coded = source.list_coded()
     parts = {part for name in coded for part in source.list_parts(name)}
     plain = {
@@ -219,7 +225,7 @@ def _plan(
 
 
 class _Maker:
-    """Gives the bytes of planned tensors, a weight at a time."""
+    """Maker of the tensors to write, one weight at a time."""
 
     def __init__(
         self,
@@ -248,7 +254,7 @@ class _Maker:
 
 
 def check_absent(out: Path) -> None:
-    """Raise ConfigError if a folder is there already."""
+    """Check that a folder does not exist. Raises: ConfigError."""
     if out.exists() or out.is_symlink():
         raise ConfigError(
             "models.export", f"{out} is there already: name a new folder", field="out"
@@ -267,10 +273,10 @@ def check_room(out: Path, size_bytes: int) -> None:
 
 
 class Draft:
-    """The folder beside ``out`` that a conversion writes to: its own from entry to exit.
+    """The folder beside ``out`` that a conversion writes to, and locks until exit.
 
-    At the exit nothing is left of one that was not published. One that was killed leaves the
-    folder with its marker: the lock goes with the process, the next conversion takes the folder.
+    An unpublished folder is removed at exit. A killed conversion leaves the folder with its marker,
+    but the lock ends with its process, so the next conversion takes the folder over.
     """
 
     def __init__(self, out: Path) -> None:
@@ -280,8 +286,10 @@ class Draft:
         self._lock: int | None = None
 
     def __enter__(self) -> "Self":
-        """Lock the folder. Raises: ConfigError (another is at work, or it is none of ours);
-        OSError.
+        """Create and lock the folder.
+
+        Raises: ConfigError (another conversion is at work, or the folder is not a conversion's);
+            OSError.
         """
         self._out.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(LOCK_ATTEMPTS):
@@ -303,7 +311,7 @@ class Draft:
         self._leave()
 
     def publish(self) -> None:
-        """Give the folder its name, all of it on the disk."""
+        """Sync all files to the disk and rename the folder to ``out``."""
         for path in (*self.folder.iterdir(), self.folder):
             _sync(path)
         self.folder.rename(self._out)
@@ -313,7 +321,9 @@ class Draft:
         _sync(self._out.parent)
 
     def _try_lock(self) -> None:
-        """Lock the marker; nothing if the folder was renamed or removed meanwhile."""
+        """Try to lock the marker; nothing happens if the folder was renamed or removed
+        meanwhile.
+        """
         is_link = self.folder.is_symlink()
         if not is_link:
             self.folder.mkdir(exist_ok=True)
@@ -341,7 +351,7 @@ class Draft:
         return ConfigError("models.export", what, field="out")
 
     def _empty(self) -> None:
-        """Remove all but the marker, which says until the end whose the rest is."""
+        """Remove everything but the marker, which identifies the folder until the end."""
         for path in self.folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -1,8 +1,8 @@
-"""Writing a checkpoint as GGUF in one of llama.cpp's mixtures: ``tandem convert --to q4_k_m``.
+"""Writing of a checkpoint as GGUF in one of llama.cpp's mixtures: ``tandem convert --to q4_k_m``.
 
-Names and what is rearranged are those of ``gguf.names``, read the other way; which tensor gets
-which type is ``gguf.mixtures``. One weight is in memory at a time, of experts one expert. The
-folder that is made holds the file and what stands beside the weights of the checkpoint.
+Names and rearrangements are the inverse of ``gguf.names``; ``gguf.mixtures`` chooses each tensor's
+type. One weight is in memory at a time, or one expert. The new folder holds the GGUF file and
+copies of the checkpoint's other files.
 """
 
 import json
@@ -66,14 +66,14 @@ def export_gguf(
     Args:
         path_or_id: a folder, or a hub id that was pulled before.
         to: a name of ``MIXTURES``, such as ``q4_k_m``.
-        out: the folder to make; it must not be there, nor be made by another conversion now.
+        out: the folder to make; it must not exist, nor be written by another conversion.
         progress: called after each tensor of the file.
 
     Raises:
-        NotFoundError, CorruptionError: of the source.
-        ConfigError: ``out`` is there or being written.
-        UnsupportedError: a model of which a GGUF file cannot say something, or one in GGUF.
-        CapacityError: the disk has no room.
+        NotFoundError, CorruptionError: errors of the source.
+        ConfigError: ``out`` exists or is being written.
+        UnsupportedError: a model that GGUF cannot describe, or one that is GGUF already.
+        CapacityError: the disk is full.
     """
     checkpoint = open_checkpoint(path_or_id)
     mixture = MIXTURES[to]
@@ -121,7 +121,7 @@ def export_gguf(
 
 
 def _list_vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Value], str]:
-    """Return the metadata of the tokenizer, and what the user must know about it."""
+    """Return the tokenizer's metadata, and a note for the user."""
     tokenizer = load_tokenizer(checkpoint.folder)
     made = make_vocabulary(
         tokenizer.backend,
@@ -139,7 +139,7 @@ def _list_vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Value], str]:
 
 
 class _Maker:
-    """Gives the bytes of planned tensors."""
+    """Maker of the bytes of planned tensors."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class _Maker:
         self._done = 0
 
     def make(self, tensor: PlannedTensor) -> Bytes:
-        """Return a tensor's bytes."""
+        """Return a tensor's bytes in its type, and report progress."""
         parts = [self._code(tensor, values) for values in self._read(tensor.name)]
         self._done += tensor.size_bytes
         if self._progress is not None:
@@ -178,7 +178,7 @@ class _Maker:
         return np.ascontiguousarray(coded).reshape(-1).view(np.uint8)
 
     def _read(self, tensor: str) -> Iterator[Floats]:
-        """Yield the values of a tensor, of experts one after the other."""
+        """Yield the values of a tensor; experts one after the other."""
         origin = self._origins.get(tensor)
         if origin is None:
             assert self._factors is not None, tensor
@@ -219,7 +219,7 @@ class _Maker:
 
 
 def _write_rest(folder: Path, checkpoint: Checkpoint) -> None:
-    """Copy what stands beside the weights, which goes before what the file says."""
+    """Copy the checkpoint's other files, which have precedence over the GGUF file's metadata."""
     for path in sorted(checkpoint.folder.iterdir()):
         is_weights = path.name.endswith((INDEX, ".safetensors")) or path.name == "config.json"
         if path.is_file() and path.suffix in COPIED and not is_weights:

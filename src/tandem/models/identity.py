@@ -1,7 +1,7 @@
-"""The identity of a loaded model's KV: which facts of it decide whether blocks may be shared.
+"""The identity of a loaded model's KV: the facts that decide whether blocks may be shared.
 
-``tandem.core.spec.KvIdentity`` says what each field means and forbids; here they are read off the
-configuration and the modules that run.
+``tandem.core.spec.KvIdentity`` defines the meaning of each field; this module reads the fields from
+the configuration and the loaded modules.
 """
 
 import hashlib
@@ -61,17 +61,19 @@ IGNORED_CONFIG = {
     "transformers_version": "who wrote the file",
     "use_cache": "whether transformers keeps KV of its own",
 }
-"""Fields of a configuration that change no value of KV, and why. All others count."""
+"""Configuration fields that do not affect KV values, with the reason. All other fields count."""
 
 FORMAT_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
-"""Weight formats that hold exactly the values of a dtype."""
+"""dtypes whose values a weight format stores exactly, by the format's name."""
 
 IEEE_ISAS = ("plain", "avx2", "avx512_bw", "avx512_vnni")
-"""Instruction sets whose native kernels agree bitwise; the others round pairs of bf16 at once."""
+"""Instruction sets whose native kernels give bitwise equal results; others round pairs of bf16 at
+once.
+"""
 
 
 def list_config_values(config: Any) -> dict[str, str]:
-    """Return the fields of a transformers configuration that change values, as JSON."""
+    """Return the fields of a transformers configuration that affect values, as JSON."""
     values = config.to_dict()
     return {
         name: json.dumps(values[name], sort_keys=True, default=str)
@@ -93,14 +95,14 @@ def make_kv_identity(
     """Return the identity of the KV that a model computes.
 
     Args:
-        skeleton: the loaded modules, operators in their places.
-        weights: see ``WeightHasher.result``.
-        config: see ``list_config_values``.
-        spec: with the dtype that the model runs in.
-        layout: of the whole model's blocks.
-        sharing: as the user set it.
-        num_deferred_experts: of a token.
-        windows: of the blocks of layers with a window, where these have blocks of their own.
+        skeleton: the loaded modules, with operators in place.
+        weights: digest of ``WeightHasher.result``.
+        config: result of ``list_config_values``.
+        spec: the model, with the dtype in which it runs.
+        layout: layout of the whole model's blocks.
+        sharing: the user's policy for sharing.
+        num_deferred_experts: deferred experts of a token.
+        windows: blocks of layers with a window; None: they have no blocks of their own.
     """
     formats = _list_formats(skeleton, spec.dtype)
     return KvIdentity(
@@ -146,7 +148,9 @@ def _find_rounding_class(
 
 
 def _find_bf16_unit(spec: ModelSpec, layout: KVLayout, formats: dict[str, str]) -> str:
-    """Return the instruction set of bf16 products; integer and float32 ones are equal on all."""
+    """Return the instruction set if it affects bf16 products; integer and float32 products never
+    differ.
+    """
     isa = kernel_isas()[-1]
     names = set(formats.values()) - set(FORMAT_DTYPES.values())
     has_bf16 = "bfloat16" in {spec.dtype, layout.dtype, *formats.values()} or any(
@@ -165,7 +169,7 @@ def _hash_operators(modules: list[tuple[str, nn.Module]]) -> str:
 
 
 def _multiplies_in_torch(modules: list[tuple[str, nn.Module]], layout: KVLayout) -> bool:
-    """Return True if torch attends or holds a matrix. Embeddings are looked up, not multiplied."""
+    """Return True if torch attends or multiplies; embeddings are only looked up."""
     if not layout.is_coded and TORCH_DTYPES[layout.dtype] not in NATIVE_DTYPES:
         return True
     for _, module in modules:
@@ -182,7 +186,9 @@ def _multiplies_in_torch(modules: list[tuple[str, nn.Module]], layout: KVLayout)
 
 
 def _name_torch(modules: list[tuple[str, nn.Module]]) -> str:
-    """Return the version, and what its libraries choose the order of sums by: ISA or device."""
+    """Return torch's version, and the ISA or device that determines its libraries' order of
+    sums.
+    """
     held = {p.device.type for _, module in modules for p in module.parameters(recurse=False)}
     names = {name_arithmetic(kind) for kind in held or {"cpu"}}
     return " ".join([torch.__version__, *sorted(names)])

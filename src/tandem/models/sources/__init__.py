@@ -1,1 +1,1 @@
-"""Sources of weights: a file for each kind of container, ``source`` for what all promise."""
+"""Sources of weights: a module for each kind of container, and ``source`` for their interface."""

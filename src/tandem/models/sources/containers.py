@@ -1,4 +1,4 @@
-"""The container of a checkpoint."""
+"""Choice of the weight source for a checkpoint's container."""
 
 from pathlib import Path
 
@@ -28,14 +28,14 @@ def open_source(
     """Open the weights of a checkpoint.
 
     Args:
-        path: its folder, or a GGUF file.
-        dtype: what operators get where they ask for values.
-        device: where they get it.
-        execution: runs the operators that read; None: chosen for the device and dtype.
+        path: the checkpoint's folder, or a GGUF file.
+        dtype: dtype in which operators read values.
+        device: device on which operators get their weights.
+        execution: implementation of the operators that read; None: chosen for device and dtype.
         progress: called after each tensor.
-        quantization: how its weights are coded, as its configuration says; None = they are not.
+        quantization: quantization from the configuration; None: the weights are not quantized.
 
-    Raises: as ``SafetensorsSource`` and ``GgufSource``.
+    Raises: the errors of ``SafetensorsSource`` and ``GgufSource``.
     """
     gguf = find_gguf(path)
     if gguf is not None:

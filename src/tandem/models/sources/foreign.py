@@ -1,4 +1,4 @@
-"""Folders that other programs packed for their own kernels: refused, with what to do instead."""
+"""Refusal of folders that other programs packed for their own kernels."""
 
 import re
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ KT_FILES = ("*.kt", "_layer_*/_numa_*/*.kt")
 
 
 def refuse_foreign_files(folder: Path) -> None:
-    """Raise if a folder has files of packed experts as KTransformers writes them.
+    """Check that a folder has no files of packed experts from KTransformers.
 
     Raises: UnsupportedError.
     """
@@ -24,7 +24,7 @@ def refuse_foreign_files(folder: Path) -> None:
 
 
 def refuse_foreign_tensors(folder: Path, names: Iterable[str]) -> None:
-    """Raise if one of a folder's tensors is of experts as KTransformers packs them.
+    """Check that none of a folder's tensors holds experts packed by KTransformers.
 
     Raises: UnsupportedError.
     """

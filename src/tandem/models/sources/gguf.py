@@ -1,7 +1,7 @@
-"""Weights in GGUF files: a container of a header and blocks, read through mmap.
+"""Weights in GGUF files, read through mmap.
 
-``GgufSource`` gives weights by the names of the skeleton: what tensors they are made of says
-``tandem.models.gguf.names``, what their bytes stand for ``tandem.models.codecs.gguf_blocks``.
+``GgufSource`` returns weights by the skeleton's names: ``tandem.models.gguf.names`` tells which
+tensors make up a weight, ``tandem.models.codecs.gguf_blocks`` the meaning of their bytes.
 """
 
 import re
@@ -44,7 +44,7 @@ __all__ = ["GgufSource"]
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CHUNK_WEIGHTS = 1 << 20
-"""Decoded at once: what lies in float32 beside the result."""
+"""Weights that are decoded at a time, which are in float32 in addition to the result."""
 
 CODED_HOW = (
     How.PLAIN,
@@ -54,21 +54,21 @@ CODED_HOW = (
     How.ORDERED,
     How.TURNED_INPUTS,
 )
-"""Recipes that leave the inputs of an output together, and so its codes as they are."""
+"""Recipes that keep all inputs of an output together, so its codes can be used unchanged."""
 
 
 class GgufSource:
-    """The tensors of a GGUF model; see ``WeightSource``.
+    """The weights of a GGUF model.
 
     Not thread-safe. Use as a context manager: files are mapped while it is open.
 
     Args:
         path: the file, or any part of a split one.
-        dtype: what operators get.
-        device: where they get it.
-        progress: called once for each tensor; bytes as stored.
+        dtype: dtype in which operators read values.
+        device: device on which operators get their weights.
+        progress: called once for each tensor, with the bytes as stored.
 
-    Raises: as ``GgufFiles.open``; UnsupportedError (a tensor's type is not decoded here).
+    Raises: the errors of ``GgufFiles.open``; UnsupportedError (a tensor's type cannot be decoded).
     """
 
     def __init__(
@@ -129,17 +129,17 @@ class GgufSource:
             )
 
     def has(self, name: str) -> bool:
-        """Return True if the file holds all of a weight."""
+        """Return True if the file holds all tensors of a weight."""
         return name in self._recipes
 
     def find_storage(self, name: str) -> str:
-        """Return a weight's types; empty for values. See ``WeightReader``."""
+        """Return the block types of a weight's tensors; empty for plain values."""
         recipe = self._recipes.get(name)
         kinds = [] if recipe is None else [self.files.tensors[t].kind for t in recipe.tensors]
         return " and ".join(sorted(set(kinds) & BLOCK_TYPES.keys()))
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Decode a weight into ``out``; see ``WeightReader``."""
+        """Decode a weight, or a shard of it, into ``out``."""
         recipe = self._find(name)
         parts = [self._open(tensor) for tensor in recipe.tensors]
         if shard is not None and shard.axis == 0 and recipe.how is How.PLAIN and len(parts) == 1:
@@ -154,7 +154,7 @@ class GgufSource:
             self._ledger.mark(tensor)
 
     def _decode(self, name: str, recipe: Recipe, parts: "list[_Stored]", out: Tensor) -> None:
-        """Decode a whole weight."""
+        """Decode a whole weight into ``out``."""
         match recipe.how:
             case How.PLAIN:
                 _fill(name, parts, out)
@@ -206,7 +206,7 @@ class GgufSource:
                 out.copy_(torch.from_numpy(recipe.values).view(out.shape))
 
     def find_format(self, name: str) -> WeightFormat | None:
-        """Return our format that a weight's codes are in; see ``WeightReader``."""
+        """Return the weight format that can hold a weight's codes; None if there is none."""
         recipe = self._recipes.get(name)
         if recipe is None or recipe.how not in CODED_HOW:
             return None
@@ -220,7 +220,7 @@ class GgufSource:
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
-        """Return a weight's codes; see ``WeightReader``."""
+        """Return a weight's codes."""
         recipe, wanted = self._find(name), self.find_format(name)
         if wanted is None:
             what = f"tensor {name!r} has no codes that one of our formats holds: read its values"
@@ -253,21 +253,21 @@ class GgufSource:
         return cut_codes(name, matrix, shard, max(BLOCK_SIZES[part.kind][0] for part in parts))
 
     def skip(self, prefix: str) -> None:
-        """Mark tensors as used; see ``WeightReader``."""
+        """Mark the tensors of all weights under a prefix as used."""
         for name, recipe in self._recipes.items():
             if name.startswith(prefix):
                 for tensor in recipe.tensors:
                     self._ledger.mark(tensor)
 
     def list_sizes(self) -> dict[str, int]:
-        """Return the bytes of each weight; see ``WeightSource``."""
+        """Return the stored bytes of each weight."""
         return {
             name: sum(t.end - t.begin for t in (self.files.tensors[n] for n in recipe.tensors))
             for name, recipe in self._recipes.items()
         }
 
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
-        """Return {name: why} of the tensors nobody read; see ``WeightSource``."""
+        """Return the unused tensors with the reason why they are not needed, {name: why}."""
         known = dict(self._harmless)
         for name, why in harmless.items():
             recipe = self._recipes.get(name)
@@ -275,9 +275,7 @@ class GgufSource:
         return self._ledger.check(known)
 
     def holds_exactly(self, dtype: torch.dtype) -> bool:
-        """Return True if reading in ``dtype`` rounds no stored tensor; codes are decoded to
-        float32.
-        """
+        """Return True if reading in ``dtype`` rounds no stored value; codes count as float32."""
         kinds = {tensor.kind for tensor in self.files.tensors.values()}
         stored = {TORCH_DTYPES.get(kind, torch.float32) for kind in kinds}
         return all(torch.promote_types(kind, dtype) == dtype for kind in stored)
@@ -293,7 +291,7 @@ class GgufSource:
         return recipe
 
     def _unpermute(self, num_rows: int) -> NDArray[np.int64]:
-        """Return which row of the file each row of q or k is."""
+        """Return the file's row for each row of q or k."""
         architecture, metadata = self.files.architecture, self.files.metadata
         size = metadata.get(f"{architecture}.attention.key_length")
         if type(size) is not int:
@@ -314,14 +312,14 @@ class GgufSource:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor, or one expert of it, as it lies in the file."""
+    """A tensor, or one expert of it, as stored in the file."""
 
     kind: str
     shape: tuple[int, ...]
     raw: NDArray[np.uint8]
 
     def select(self, index: int) -> "_Stored":
-        """Return one of the first dimension."""
+        """Return one entry of the first dimension, such as an expert."""
         if not 0 <= index < self.shape[0]:
             what = f"expert {index} of {self.shape[0]}"
             raise NotFoundError("models.read_weights", what)
@@ -336,12 +334,12 @@ class _Stored:
 
     @property
     def matrix(self) -> NDArray[np.uint8]:
-        """The bytes of each row, [N, bytes]."""
+        """Bytes of each row, [N, bytes]."""
         block, size = BLOCK_SIZES[self.kind]
         return self.raw.reshape(-1, self.shape[-1] // block * size)
 
     def copy_into(self, out: Tensor) -> None:
-        """Write the values to ``out``, of this shape and of any strides."""
+        """Write the decoded values to ``out``, which has the tensor's shape and any strides."""
         if self.kind in TORCH_DTYPES:
             dtype = TORCH_DTYPES[self.kind]
             raw = self.raw if self.raw.ctypes.data % dtype.itemsize == 0 else self.raw.copy()
@@ -386,7 +384,7 @@ def _refuse_shape(name: str, parts: list[_Stored], out: Tensor) -> ShapeError:
 
 
 def _require_equal(name: str, parts: list[_Stored]) -> None:
-    """Refuse gate and up of different sizes, whose sum may be right."""
+    """Refuse gate and up of different sizes, even if their sum is right."""
     if len({part.shape for part in parts}) > 1:
         stored = " and ".join(str(list(part.shape)) for part in parts)
         what = f"tensor {name!r} is made of {stored}: they should be alike"
@@ -394,7 +392,7 @@ def _require_equal(name: str, parts: list[_Stored]) -> None:
 
 
 def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
-    """Copy tensors one below the other; of experts, along their outputs."""
+    """Decode tensors into ``out``, concatenated by rows; experts along their outputs."""
     if len(parts) == 1:
         shape = parts[0].shape
         # A vector equals a matrix of one row: the file and the module may differ in that dimension.
@@ -415,7 +413,7 @@ def _fill(name: str, parts: list[_Stored], out: Tensor) -> None:
 
 
 def _fill_flat(name: str, part: _Stored, out: Tensor) -> None:
-    """Copy a tensor that differs by dimensions of one, or of which a vector is made."""
+    """Decode a tensor whose shape differs only in dimensions of size 1, or that forms a vector."""
     wanted = _drop_ones(out.shape)
     is_vector = len(wanted) <= 1 and prod(part.shape) == out.numel()
     if not is_vector and _drop_ones(part.shape) != wanted:
@@ -428,7 +426,7 @@ def _drop_ones(shape: Sequence[int]) -> list[int]:
 
 
 def _fill_rows(name: str, parts: list[_Stored], out: Tensor) -> None:
-    """Copy tensors of any numbers of rows one below the other."""
+    """Decode tensors with any numbers of rows into ``out``, concatenated."""
     flat = out.view(len(out), -1) if out.ndim > 1 else out
     rest = {part.shape[1:] for part in parts}
     if sum(part.shape[0] for part in parts) != len(out) or rest != {tuple(flat.shape[1:])}:
@@ -440,9 +438,9 @@ def _fill_rows(name: str, parts: list[_Stored], out: Tensor) -> None:
 
 
 def _require_order(name: str, recipe: Recipe, size: int) -> NDArray[np.int64]:
-    """Return the order of a recipe that has one.
+    """Return the order of a recipe.
 
-    Raises: ShapeError (it is of another number of rows).
+    Raises: ShapeError (the order is for another number of rows).
     """
     assert recipe.order is not None, name
     if len(recipe.order) != size:
@@ -452,7 +450,7 @@ def _require_order(name: str, recipe: Recipe, size: int) -> NDArray[np.int64]:
 
 
 def _find_blocks(recipe: Recipe, kind: str) -> NDArray[np.integer] | None:
-    """Return which block of the file each block of inputs is; None if blocks are taken apart."""
+    """Return the file's block for each block of inputs; None if the order splits blocks."""
     assert recipe.order is not None, recipe
     return find_whole_blocks(recipe.order, BLOCK_SIZES[kind][0])
 
@@ -466,7 +464,7 @@ def _take_blocks(
 
 
 def _fill_interleaved(name: str, parts: list[_Stored], out: Tensor) -> None:
-    """Fill columns [..., 2 F] of the tensors in turn; weights have inputs first."""
+    """Decode tensors into alternating columns of ``out`` [..., 2 F]; weights have inputs first."""
     for i, part in enumerate(parts):
         columns = out[..., i :: len(parts)]
         turned = columns.transpose(-1, -2) if out.ndim == 3 else columns
@@ -476,7 +474,7 @@ def _fill_interleaved(name: str, parts: list[_Stored], out: Tensor) -> None:
 
 
 def _fill_kv(name: str, parts: list[_Stored], out: Tensor) -> None:
-    """Fill [H * (key + value), latent] from keys [H, latent, key], values [H, value, latent]."""
+    """Fill [H * (key + value), latent] from keys [H, latent, key] and values [H, value, latent]."""
     keys, values = parts
     if len(keys.shape) != 3 or len(values.shape) != 3 or out.ndim != 2:
         raise _refuse_shape(name, parts, out)

@@ -1,6 +1,6 @@
-"""The GGUF files of a model: one, or the parts that it was split into, with their headers checked.
+"""The GGUF files of a model: one file or all parts of a split one, with their headers checked.
 
-Nothing in a file names another file: the parts of a split model are found by their own names.
+No file contains the name of another: the parts of a split model are found by their own names.
 """
 
 import re
@@ -31,9 +31,10 @@ MAX_SMALL_WEIGHTS = 1 << 16
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file that ``path`` is, or the only model in GGUF of a folder.
+    """Return ``path`` if it is a GGUF file, or the only GGUF model in a folder.
 
-    Of a split model it is the first part. None if the folder has none, or safetensors as well.
+    For a split model the first part is returned. None if the folder has no GGUF file, or has
+    safetensors too.
 
     Raises: ConfigError (several models in a folder).
     """
@@ -53,9 +54,9 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def list_parts(path: Path) -> list[Path]:
-    """Return all parts of the model that a file belongs to.
+    """Return all parts of the model to which a file belongs.
 
-    Raises: ConfigError (a name that is none of a part); NotFoundError (a part is missing).
+    Raises: ConfigError (the name is not that of a valid part); NotFoundError (a part is missing).
     """
     match = PART.fullmatch(path.name)
     if match is None:
@@ -74,22 +75,22 @@ def list_parts(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class GgufFiles:
-    """The headers of a model: one file, or all parts."""
+    """The headers of a model's file, or of all its parts."""
 
     metadata: Mapping[str, Value]
     """Metadata of the first part."""
     tensors: Mapping[str, GgufTensor]
     paths: Mapping[str, Path]
-    """Paths of each tensor."""
+    """File of each tensor."""
 
     @classmethod
     def open(cls, path: Path) -> "GgufFiles":
-        """Read and check all headers; those of unchanged files once a process.
+        """Read and check all headers; headers of unchanged files are cached in the process.
 
         Raises:
             NotFoundError: a part is missing.
-            ConfigError: parts that do not belong together.
-            CorruptionError, UnsupportedError: as ``read_gguf_header``.
+            ConfigError: the parts do not belong together.
+            CorruptionError, UnsupportedError: as for ``read_gguf_header``.
         """
         headers = [_read_cached(part, _read_state(part)) for part in list_parts(path)]
         tensors: dict[str, GgufTensor] = {}
@@ -114,13 +115,13 @@ class GgufFiles:
 
     @property
     def architecture(self) -> str:
-        """The same as llama.cpp calls it."""
+        """llama.cpp's name of the model's architecture."""
         return str(self.metadata.get("general.architecture"))
 
     def read_floats(self, name: str) -> list[float]:
         """Return the values of a small tensor.
 
-        Raises: UnsupportedError (it is not float32, or not small).
+        Raises: UnsupportedError (the tensor is not float32, or not small).
         """
         tensor, path = self.tensors[name], self.paths[name]
         if tensor.kind != "F32" or prod(tensor.shape) > MAX_SMALL_WEIGHTS:

@@ -1,12 +1,13 @@
-"""The header of a GGUF file: metadata and where its tensors lie, checked before anything is used.
+"""The header of a GGUF file: metadata and the places of tensors, checked before use.
 
 The format (docs/design/models/gguf.md): magic, version, counts, key-value pairs, tensor
 descriptions, padding to the alignment, then the tensors' bytes. All of it is read from a mapping,
-and every length is compared to what is left of the file, and to a limit, before it is believed:
-what a header costs in memory is bounded by its own bytes and by the limits here.
+and every length is compared with the rest of the file, and with a limit, before it is used: so the
+memory for a header is bounded by its own bytes and by the limits here.
 
-Invariants: names are unique; a tensor's range has the size that its type and shape come to, lies
-within the file, begins at the alignment and overlaps no other; between tensors there is padding.
+Invariants: names are unique; a tensor's range has the size given by its type and shape, lies within
+the file, begins at the alignment and overlaps no other range; between tensors there is only
+padding.
 """
 
 import mmap
@@ -32,9 +33,9 @@ MIN_ALIGNMENT, MAX_ALIGNMENT = 8, 1 << 20
 MAX_PAIRS = 1 << 14
 MAX_TENSORS = 1 << 16
 MAX_HEADER_BYTES = 256 << 20
-"""Far above any tokenizer's; what stands between a header and the memory that it may take."""
+"""Largest header, far above that of any tokenizer; bounds the memory that a header may take."""
 MAX_ELEMENTS = 1 << 22
-"""Most elements of all arrays together: strings become objects, of some 60 bytes each."""
+"""Most elements of all arrays together: strings become objects of some 60 bytes each."""
 MAX_NAME_BYTES = 1 << 16
 MAX_DIMENSIONS = 4
 MAX_WEIGHTS = 1 << 48
@@ -75,7 +76,7 @@ BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "NVFP4": (64, 36),
     "Q1_0": (128, 18),
 }
-"""Weights and bytes of a block, by type: also of types that nothing here decodes."""
+"""Weights and bytes of a block by type, also for types that are not decoded."""
 
 TYPE_IDS = (
     {name: i for i, name in enumerate(("F32", "F16", "Q4_0", "Q4_1"))}
@@ -98,11 +99,11 @@ SCALARS: dict[int, tuple[str, str]] = {
     11: ("<q", "<i8"),
     12: ("<d", "<f8"),
 }
-"""By the number of a metadata type: as struct and as numpy spell it."""
+"""Codes of scalar metadata types for struct and for NumPy, by the type's number."""
 
 Numbers = NDArray[np.generic]
 Value = int | float | bool | str | list[str] | Numbers
-"""A piece of metadata. Arrays of numbers are copies of what the file holds."""
+"""A metadata value; arrays of numbers are copied from the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +112,11 @@ class GgufTensor:
 
     name: str
     kind: str
-    """Name of its type, such as ``Q4_K``."""
+    """Name of the tensor's type, such as ``Q4_K``."""
     shape: tuple[int, ...]
-    """Outputs first: the reverse of what the file says."""
+    """Shape with outputs first, the reverse of the file's order."""
     begin: int
-    """From the start of the file."""
+    """First byte, counted from the start of the file."""
     end: int
 
 
@@ -129,7 +130,7 @@ class GgufHeader:
 
 
 def map_gguf(path: Path) -> mmap.mmap:
-    """Map a file; raises CorruptionError if it is empty."""
+    """Map a GGUF file into memory. Raises: CorruptionError (the file is empty)."""
     if path.stat().st_size == 0:
         raise _corrupt(path, "the file is empty")
     return map_file(path)
@@ -139,8 +140,8 @@ def read_gguf_header(path: Path) -> GgufHeader:
     """Read and check the header of one file.
 
     Raises:
-        CorruptionError: it is cut, absurd, or a tensor does not fit its description or the file;
-            the text names file and tensor.
+        CorruptionError: the header is cut or invalid, or a tensor does not fit its description or
+            the file; the text names file and tensor.
         UnsupportedError: another version, byte order or unknown tensor type.
     """
     with map_gguf(path) as data:
@@ -153,7 +154,7 @@ def _corrupt(path: Path, what: str) -> CorruptionError:
 
 
 class _Cursor:
-    """A position in a mapped header; every step is checked against its end."""
+    """A position in a mapped header; every read is checked against the header's end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -290,7 +291,7 @@ def _place_tensor(
 def _check_ranges(
     path: Path, tensors: Mapping[str, GgufTensor], base: int, alignment: int, size: int
 ) -> None:
-    """Check that the tensors fill the rest of the file, one after the other, in any order."""
+    """Check that the tensors fill the rest of the file without gaps, in any order."""
     end = base
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.begin):
         if tensor.begin < end:

@@ -1,6 +1,6 @@
-"""Writing a GGUF file: a header of metadata and descriptions, then the tensors' bytes.
+"""Writing of a GGUF file: a header of metadata and tensor descriptions, then the tensors' bytes.
 
-``gguf_header`` says what lies where; what is written here is read there without complaint.
+The format is that of ``gguf_header``, which can read every file written here.
 """
 
 import struct
@@ -35,9 +35,9 @@ class PlannedTensor:
 
     name: str
     kind: str
-    """Name of its type, such as ``Q4_K``."""
+    """Name of the tensor's type, such as ``Q4_K``."""
     shape: tuple[int, ...]
-    """Outputs first."""
+    """Shape with outputs first."""
 
     @property
     def size_bytes(self) -> int:
@@ -52,15 +52,15 @@ def write_gguf(
     tensors: Sequence[PlannedTensor],
     make: Callable[[PlannedTensor], NDArray[np.uint8]],
 ) -> None:
-    """Write a whole file.
+    """Write a whole GGUF file.
 
-    Whole numbers are written as uint32 where they fit, which is what llama.cpp wants of its keys.
+    Whole numbers are written as uint32 if they fit, as llama.cpp expects for its keys.
 
     Args:
-        file: written from its position on.
+        file: written from its current position on.
         metadata: values by key.
-        tensors: in their order in the file.
-        make: gives a tensor's bytes, when they are written.
+        tensors: the tensors, in the file's order.
+        make: returns a tensor's bytes; called when they are written.
     """
     parts = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     parts += [_pack_text(key) + _pack_value(value) for key, value in metadata.items()]

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, mapped while their source is open."""
+"""Files of a checkpoint that are mapped while their source is open."""
 
 import mmap
 from contextlib import suppress
@@ -10,27 +10,27 @@ __all__ = ["MappedFiles", "map_file"]
 def map_file(path: Path) -> mmap.mmap:
     """Map a file that is not empty.
 
-    Copy-on-write: torch wants a writable buffer, and nothing writes to it, so the pages stay the
-    page cache's and cost no memory of ours.
+    The mapping is copy-on-write, because torch requires a writable buffer; nothing writes to it, so
+    its pages remain those of the page cache and take no memory of the process.
     """
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 class MappedFiles:
-    """Maps each file when it is first asked for; owns the maps. Not thread-safe."""
+    """Mappings of files, made on first use and owned here. Not thread-safe."""
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
 
     def get(self, path: Path) -> mmap.mmap:
-        """Return the map of a file, valid until ``close``."""
+        """Return the mapping of a file, valid until ``close``."""
         if path not in self._maps:
             self._maps[path] = map_file(path)
         return self._maps[path]
 
     def close(self) -> None:
-        """Unmap all; idempotent. A file with a view alive is unmapped when the view is gone."""
+        """Unmap all files; idempotent. A mapping with live views is released when they are gone."""
         while self._maps:
             # The frames of an exception in flight may still hold views of the mapping, which then
             # cannot be closed.

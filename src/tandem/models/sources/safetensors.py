@@ -1,9 +1,9 @@
-"""A checkpoint's tensors, read one by one through mmap, with every tensor accounted for.
+"""A safetensors checkpoint, read tensor by tensor through mmap, with every tensor accounted for.
 
 The safetensors format: 8 bytes little-endian header length, a JSON object from tensor name to
-dtype, shape and byte range, then the bytes. We parse the header ourselves, because what is wrong
-with a file must be told by tensor name and file before anything is allocated; data goes straight
-from the page cache into the operator's memory, so loading needs no copy of its own.
+dtype, shape and byte range, then the bytes. The header is parsed here, because errors must name
+tensor and file before anything is allocated. Data is copied from the page cache directly to the
+operator's memory.
 
 Invariants: a name is in one file; a file's ranges lie within it; files lie in the folder; after
 loading, every tensor was used or is known to be harmless. Pickles are never opened.
@@ -43,7 +43,7 @@ from tandem.models.sources.source import Progress, TensorEntry, UseLedger, requi
 __all__ = ["SafetensorsSource", "read_header"]
 
 MAX_HEADER_BYTES = 100 << 20
-"""The limit of the format's own library."""
+"""Largest header, the limit of the safetensors library."""
 
 MAX_DIMENSIONS = 16
 
@@ -75,8 +75,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """Parse and check the header of a safetensors file.
 
     Raises:
-        CorruptionError: it is cut, absurd, or a tensor's range does not fit its shape or the
-            file; the text names file and tensor.
+        CorruptionError: the header is cut or invalid, or a tensor's range does not fit its shape or
+            the file; the text names file and tensor.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -130,7 +130,7 @@ def _is_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder; the index decides where there is one."""
+    """Return the weight files of a folder, those of the index if there is one."""
     index_path = folder / "model.safetensors.index.json"
     if index_path.exists():
         weight_map = read_json(index_path).get("weight_map")
@@ -173,22 +173,22 @@ def _list_files(folder: Path) -> list[Path]:
 
 
 class SafetensorsSource:
-    """The tensors of a checkpoint folder; see ``WeightSource``.
+    """The weights of a checkpoint folder with safetensors.
 
     Not thread-safe. Use as a context manager: files are mapped while it is open.
 
     Args:
-        folder: holds one safetensors file, or several and their index.
-        dtype: what operators get.
-        device: where they get it.
+        folder: folder with one safetensors file, or several and their index.
+        dtype: dtype in which operators read values.
+        device: device on which operators get their weights.
         progress: ``progress(done_bytes, total_bytes, what)`` after each tensor; bytes as stored.
-        quantization: how weights are coded; None = they are not.
+        quantization: quantization of the weights; None: they are not quantized.
 
     Raises:
         NotFoundError: no weights, or a file that the index names is missing.
-        CorruptionError: a file is not what its header says.
+        CorruptionError: a file does not fit its header.
         ConfigError: the index points outside of the folder, or disagrees with the files.
-        UnsupportedError: weights in pickles only.
+        UnsupportedError: weights are stored as pickles only.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class SafetensorsSource:
                 )
 
     def has(self, name: str) -> bool:
-        """Return True if the checkpoint holds ``name``, as it is or coded."""
+        """Return True if the checkpoint holds ``name``, as plain values or as codes."""
         return name in self.entries or self._find_codec(name) is not None
 
     def list_coded(self) -> dict[str, tuple[int, ...]]:
@@ -257,19 +257,19 @@ class SafetensorsSource:
         return {} if self._codec is None else self._codec.list_weights(self)
 
     def list_parts(self, name: str) -> list[str]:
-        """Return the tensors of a coded weight: all of its module but the bias."""
+        """Return the tensors of a quantized weight: all tensors of its module except the bias."""
         stem = name.removesuffix(".weight")
         own = [n for n in (f"{name}_blocks", f"{name}_scales") if n in self.entries]
         parts = self._words.get(stem, [])
         return own or [f"{stem}.{word}" for word in parts if word != "bias"]
 
     def find_storage(self, name: str) -> str:
-        """Return how a weight is coded; see ``WeightReader``."""
+        """Return how a weight is coded; empty for plain values."""
         codec = self._find_codec(name)
         return "" if codec is None else codec.tell(name)
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Copy or decode a tensor into ``out``; see ``WeightReader``."""
+        """Copy or decode a weight, or a shard of it, into ``out``."""
         codec = self._find_codec(name)
         if codec is not None:
             decode_into(out, shard, lambda whole: codec.read_into(self, name, whole))
@@ -281,14 +281,14 @@ class SafetensorsSource:
         require_finite(name, out)
 
     def find_format(self, name: str) -> WeightFormat | None:
-        """Return our format that a weight's codes are in; see ``WeightReader``."""
+        """Return the weight format that can hold a weight's codes; None if there is none."""
         codec = self._find_codec(name)
         return None if codec is None else codec.find_format(self, name)
 
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
-        """Return a weight's codes; see ``WeightReader``."""
+        """Return a weight's codes."""
         codec = self._find_codec(name)
         if codec is None:
             what = f"tensor {name!r} has no codes: read its values"
@@ -303,7 +303,7 @@ class SafetensorsSource:
     def view(
         self, name: str, dtypes: Mapping[str, torch.dtype], shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Return a tensor as it is stored, not copied; see ``StoredTensors``."""
+        """Return a tensor as stored, not copied; marks it as used."""
         entry = self.entries.get(name)
         where = "models.read_weights"
         if entry is None:
@@ -331,19 +331,19 @@ class SafetensorsSource:
         return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin).view(shape)
 
     def skip(self, prefix: str) -> None:
-        """Mark tensors as used; see ``WeightReader``."""
+        """Mark all tensors under a prefix as used."""
         self._ledger.skip(prefix)
 
     def list_sizes(self) -> dict[str, int]:
-        """Return the bytes of each tensor; see ``WeightSource``."""
+        """Return the stored bytes of each tensor."""
         return {name: entry.end - entry.begin for name, entry in self.entries.items()}
 
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
-        """Return {name: why} of the tensors nobody read; see ``WeightSource``."""
+        """Return the unused tensors with the reason why they are not needed, {name: why}."""
         return self._ledger.check(harmless)
 
     def holds_exactly(self, dtype: torch.dtype) -> bool:
-        """Return True if reading in ``dtype`` rounds no stored tensor."""
+        """Return True if reading in ``dtype`` rounds no stored value."""
         if self._codec is not None and not self._codec.is_exact:
             return False
         return all(

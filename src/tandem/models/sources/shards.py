@@ -1,4 +1,4 @@
-"""Parts of weights: a rank's rows or columns, out of what a container holds whole."""
+"""Shards of weights: a rank's rows or columns of a stored weight."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,11 +16,11 @@ __all__ = ["cut_codes", "decode_into"]
 
 
 def decode_into(out: Tensor, shard: Shard | None, decode: Callable[[Tensor], None]) -> None:
-    """Decode a weight, or a part of it, into ``out``, on the host first if ``out`` is elsewhere.
+    """Decode a weight, or a shard of it, into ``out``, via host memory if ``out`` is on a device.
 
     Args:
-        out: of the shape of the weight, or of its part.
-        shard: the part; None is all.
+        out: tensor of the weight's shape, or of its shard's.
+        shard: the part; None: all.
         decode: writes the values of the whole weight to a host tensor of its shape.
     """
     if shard is None and out.is_cpu:
@@ -40,12 +40,12 @@ def cut_codes(
     """Return the codes of some outputs, or of some inputs, of a matrix.
 
     Args:
-        name: of the weight, for errors.
+        name: name of the weight, for errors.
         matrix: its codes [N, K].
         shard: the part; ``axis`` 0 is outputs, 1 inputs.
         block_inputs: inputs of a block of a ``BlockMatrix``.
 
-    Raises: ShapeError (the matrix has another size; a part cuts codes apart that share a scale).
+    Raises: ShapeError (the matrix has another size; the part splits codes that share a scale).
     """
     if shard.axis > 1 or matrix.shape[shard.axis] != shard.size:
         what = f"tensor {name!r} has codes of shape {list(matrix.shape)}, not {shard.size}"

@@ -1,8 +1,9 @@
-"""The interface of every container of weights, and the account of what was read from it.
+"""Interface of weight containers, and the record of tensors that were read.
 
-A container (safetensors, GGUF) gives tensors as they are stored; a codec (``tandem.models.codecs``)
-knows what their bytes stand for. Operators see neither: a ``WeightSource`` gives a weight's values,
-or its codes in one of our formats, by the name that the skeleton has for it.
+A container (safetensors, GGUF) returns tensors as they are stored; a codec
+(``tandem.models.codecs``) knows the meaning of their bytes. Operators use neither directly: a
+``WeightSource`` returns a weight's values, or its codes in a weight format, by the skeleton's name
+of it.
 """
 
 import re
@@ -32,13 +33,14 @@ HARMLESS_EXTRAS = {
     r"\.rotary_emb\.inv_freq$": "RoPE frequencies, which are computed from the configuration",
     r"\.self_attn\.masked_bias$|\.self_attn\.bias$": "the causal mask of an old checkpoint",
 }
-"""Tensors of a checkpoint that no operator needs, as patterns, and why."""
+"""Tensors of a checkpoint that no operator needs: patterns of names, with the reason."""
 
 
 def require_finite(name: str, values: Tensor) -> None:
-    """Refuse a weight that would make every answer NaN; costs about what copying it does.
+    """Refuse a weight with NaN or infinity, which would spoil every answer; costs as much as a
+    copy.
 
-    Raises: CorruptionError (a value is NaN or infinite; also where the dtype cannot hold it).
+    Raises: CorruptionError (a value is NaN or infinite, or too large for the dtype).
     """
     if values.numel():
         # aminmax is the only torch reduction that is fast in bfloat16, and it propagates NaN.
@@ -48,49 +50,49 @@ def require_finite(name: str, values: Tensor) -> None:
 
 
 def refuse_nan(name: str, kind: str) -> NoReturn:
-    """Raise CorruptionError for a weight with values that are no finite numbers."""
+    """Raise CorruptionError for a weight with values that are not finite."""
     what = f"tensor {name!r} holds NaN or infinity, as {kind}: its file is damaged, or was made so"
     raise CorruptionError("models.read_weights", f"{what}: download it again")
 
 
 class Progress(Protocol):
-    """Told about progress: bytes as stored, and what was done last."""
+    """Callback for progress: bytes as stored, and the last item done."""
 
     def __call__(self, done_bytes: int, total_bytes: int, what: str, /) -> None:
-        """Take notice; called in the thread that reads."""
+        """Report progress; called in the reading thread."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The place of one tensor: byte range within ``path``, header already skipped."""
+    """The place of one tensor: byte range within ``path``, counted from the start of the file."""
 
     name: str
     path: Path
     dtype: str
-    """The same as the container calls it."""
+    """Dtype under the container's name."""
     shape: tuple[int, ...]
     begin: int
     end: int
 
 
 class StoredTensors(Protocol):
-    """The source that a codec reads from: tensors as they are stored, by the container's names."""
+    """Stored tensors that a codec reads, by the container's names."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """All tensors."""
+        """All tensors by name."""
         ...
 
     def view(
         self, name: str, dtypes: Mapping[str, torch.dtype], shape: tuple[int, ...] | None = None
     ) -> Tensor:
-        """Return a tensor as it is stored, not copied and not to be written to; marks it as used.
+        """Return a tensor as stored, not copied and not to be written to; marks it as used.
 
         Args:
-            name: of the tensor.
-            dtypes: which stored dtypes are taken, and torch's for each.
-            shape: that it must have; None = any.
+            name: name of the tensor.
+            dtypes: accepted stored dtypes, with torch's dtype for each.
+            shape: required shape; None: any.
 
         Raises: NotFoundError; ShapeError (another shape or dtype).
         """
@@ -105,7 +107,7 @@ class WeightSource(WeightReader, Protocol):
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """All tensors as they are stored; their bytes are what the weights' digest is of."""
+        """All tensors as they are stored; the weights' digest is computed from their bytes."""
         ...
 
     def list_sizes(self) -> dict[str, int]:
@@ -113,10 +115,10 @@ class WeightSource(WeightReader, Protocol):
         ...
 
     def check_all_used(self, harmless: Mapping[str, str]) -> dict[str, str]:
-        """Return {name: why} of the tensors that nobody read.
+        """Return the unused tensors with the reason why they are not needed, {name: why}.
 
         Args:
-            harmless: exact names that this model has no use for, and why.
+            harmless: exact names of tensors that this model does not need, with the reason.
 
         Raises:
             ConfigError: a tensor was not used and is not known to be harmless.
@@ -124,7 +126,7 @@ class WeightSource(WeightReader, Protocol):
         ...
 
     def holds_exactly(self, dtype: torch.dtype) -> bool:
-        """Return True if reading in ``dtype`` rounds no stored tensor."""
+        """Return True if reading in ``dtype`` rounds no stored value."""
         ...
 
     def close(self) -> None:
@@ -143,12 +145,12 @@ class WeightSource(WeightReader, Protocol):
 
 
 class UseLedger:
-    """The tensors of a container that were used; tells progress.
+    """Record of the tensors of a container that were used; reports progress.
 
     Args:
         entries: all tensors.
-        progress: called once for each tensor, when it is first used.
-        unneeded: tensors that no operator needs, as patterns, and why.
+        progress: called once for each tensor, on its first use.
+        unneeded: tensors that no operator needs: patterns of names, with the reason.
     """
 
     def __init__(
@@ -165,7 +167,7 @@ class UseLedger:
         self.total_bytes = sum(entry.end - entry.begin for entry in entries.values())
 
     def mark(self, name: str) -> None:
-        """Note that a tensor is used; a second time changes nothing."""
+        """Note that a tensor is used; later calls change nothing."""
         if name in self._used:
             return
         entry = self._entries[name]
@@ -175,13 +177,13 @@ class UseLedger:
             self._progress(self._done_bytes, self.total_bytes, name)
 
     def skip(self, prefix: str) -> None:
-        """Mark every tensor whose name starts with ``prefix``."""
+        """Mark every tensor whose name starts with ``prefix`` as used."""
         for name in self._entries:
             if name.startswith(prefix):
                 self.mark(name)
 
     def check(self, harmless: Mapping[str, str]) -> dict[str, str]:
-        """Return {name: why} of the tensors nobody read; see ``WeightSource.check_all_used``."""
+        """Return the unused tensors with the reason why they are not needed, {name: why}."""
         unused: dict[str, str] = {}
         for name in sorted(self._entries.keys() - self._used):
             reasons = [why for p, why in self._unneeded.items() if re.search(p, name)]

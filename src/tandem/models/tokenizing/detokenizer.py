@@ -1,9 +1,9 @@
-"""Token ids to text, piece by piece, never half a character.
+"""Incremental decoding of token ids to text, which never emits half a character.
 
-Two methods. Byte-level vocabularies (GPT-2, Qwen, Llama 3, DeepSeek) map each token to bytes, so a
-table and an incremental UTF-8 decoder are exact and cost a lookup a token. All others go through
-the tokenizer's own decoder over a short window of ids. Both promise: the concatenation of all
-pieces equals the decoding of the whole. Not thread-safe; one per generation.
+There are two methods. Byte-level vocabularies (GPT-2, Qwen, Llama 3, DeepSeek) map each token to
+bytes, so a table and an incremental UTF-8 decoder are exact and cost one lookup per token. All
+others use the tokenizer's own decoder over a short window of ids. In both, the concatenation of all
+pieces equals the decoding of the whole. Not thread-safe; one detokenizer per generation.
 """
 
 import codecs
@@ -17,22 +17,22 @@ class Detokenizer(Protocol):
     """Incremental decoding of one sequence of token ids."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that is now certain."""
+        """Add tokens; return the text that is now certain."""
         ...
 
     def flush(self) -> str:
-        """End the sequence; returns the text held back, incomplete characters as U+FFFD."""
+        """End the sequence; return the remaining text, with incomplete characters as U+FFFD."""
         ...
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are byte strings.
+    """Detokenizer for vocabularies whose tokens are byte strings.
 
     Args:
-        token_bytes: the bytes of a token id.
+        token_bytes: returns the bytes of a token id.
         skip: ids that add no text.
-        context: the tokens before the sequence; a character split between the two comes out
-            whole, with the first piece.
+        context: the tokens before the sequence; a character split between context and sequence is
+            returned whole, in the first piece.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ByteDetokenizer:
                 self._decode(token_bytes(token_id))
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that is now certain."""
+        """Add tokens; return the text that is now certain."""
         skip, token_bytes = self._skip, self._token_bytes
         return self._decode(b"".join([token_bytes(i) for i in token_ids if i not in skip]))
 
@@ -61,16 +61,17 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For every other decoder, by decoding a window that begins before the new tokens.
+    """Detokenizer for all other decoders, which decodes a window that begins before the new tokens.
 
-    A decoder may treat the first token of its input apart (SentencePiece strips its space), so
-    the tokens of the last piece stay in front, and only the text after theirs is new.
+    A decoder may treat the first token of its input specially (SentencePiece strips its space), so
+    the tokens of the last piece remain in the window, and only the text after theirs is new.
 
     Args:
-        decode: ids to text, the tokenizer's own decoder.
+        decode: the tokenizer's own decoder, ids to text.
         skip: ids that add no text.
-        is_byte: whether a token is a raw byte of a byte-fallback vocabulary. A run of such tokens
-            is decoded as a whole (one bad byte spoils all of it), so it is held to its end.
+        is_byte: returns True if a token is a raw byte of a byte-fallback vocabulary. A run of such
+            tokens is decoded as a whole (one bad byte spoils all of it), so it is held until its
+            end.
         context: the tokens before the sequence, whose text is not repeated.
     """
 
@@ -91,7 +92,7 @@ class WindowDetokenizer:
         self._seen_text = decode(self._window) if self._window else ""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that is now certain."""
+        """Add tokens; return the text that is now certain."""
         self._window += [i for i in token_ids if i not in self._skip]
         if len(self._window) == self._num_read or self._is_byte(self._window[-1]):
             return ""

@@ -1,7 +1,7 @@
-"""The vocabulary of a checkpoint as llguidance takes it, and the limits of its parser.
+"""The vocabulary of a checkpoint in llguidance's form, and the limits of its parser.
 
-Server and instances make the same of the same files, so that a grammar which the server has
-compiled compiles at every instance.
+Server and instances derive both from the same files, so a grammar that compiles at the server
+compiles at every instance.
 """
 
 import json
@@ -26,7 +26,9 @@ __all__ = [
 ]
 
 _MAX_REWRITTEN = 1 << 18
-"""Characters of a schema that is rewritten; a longer one is llguidance's to take or refuse."""
+"""Longest schema, in characters, that is rewritten; a longer one is passed to llguidance
+unchanged.
+"""
 
 TokenTable: TypeAlias = "llguidance.LLTokenizer"
 Matcher: TypeAlias = "llguidance.LLMatcher"
@@ -44,15 +46,16 @@ def _load_library() -> Any:
 
 @cache
 def _find_limits() -> Any:
-    """Return llguidance's own bounds of items, lexer states and fuel.
+    """Return llguidance's default limits of items, lexer states and fuel.
 
-    Large lexemes are not computed ahead: that takes seconds, which a request would cost all others.
+    Large lexemes are not precomputed, since that takes seconds, during which one request would
+    delay all others.
     """
     return _load_library().LLParserLimits(precompute_large_lexemes=False)
 
 
 class _Vocabulary:
-    """The fields that ``llguidance.LLTokenizer`` reads of a vocabulary."""
+    """The fields of a vocabulary that ``llguidance.LLTokenizer`` reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -75,12 +78,12 @@ class _Vocabulary:
 
 
 def make_token_table(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> TokenTable:
-    """Return the table of a vocabulary.
+    """Return llguidance's table of a vocabulary.
 
     Args:
-        tokenizer: of the checkpoint.
-        vocab_size: of the model, whose logits a mask covers.
-        eos_ids: that end a text, at least one.
+        tokenizer: the checkpoint's tokenizer.
+        vocab_size: the model's number of logits, which masks cover.
+        eos_ids: ids that end a text, at least one.
     """
     known = [i for i in eos_ids if i < vocab_size]
     vocabulary = _Vocabulary(tokenizer, vocab_size, known)
@@ -88,7 +91,7 @@ def make_token_table(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[in
 
 
 def find_fault(table: TokenTable, grammar: str) -> str:
-    """Return why a grammar does not compile; empty if it does."""
+    """Return the reason why a grammar does not compile; empty if it does."""
     matcher = _load_library().LLMatcher
     is_wrong, messages = matcher.validate_grammar_with_warnings(
         grammar, table, limits=_find_limits()
@@ -97,20 +100,20 @@ def find_fault(table: TokenTable, grammar: str) -> str:
 
 
 def make_matcher(table: TokenTable, grammar: str) -> Matcher:
-    """Compile a grammar; releases the GIL. One that is not valid gives a matcher in error."""
+    """Compile a grammar; releases the GIL. An invalid grammar gives a matcher in an error state."""
     return _load_library().LLMatcher(table, grammar, log_level=0, limits=_find_limits())
 
 
 def write_grammar(kind: str, text: str) -> str:
-    """Return llguidance's form of a grammar; ``find_fault`` tells whether it is one.
+    """Convert a grammar to llguidance's form; ``find_fault`` tells if it is valid.
 
     Args:
         kind: "json_schema", "regex", "choice" (a JSON list of texts) or "grammar" (Lark or GBNF).
         text: the grammar.
 
     Raises:
-        ValueError: the text cannot be read as of that kind; a schema of which there is no grammar
-            is refused by its keyword.
+        ValueError: the text does not parse as this kind; for a schema without a grammar the error
+            names the keyword.
     """
     return (
         _write_schema(text) if kind == "json_schema" else _load_library().grammar_from(kind, text)

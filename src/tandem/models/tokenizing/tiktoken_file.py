@@ -1,8 +1,8 @@
-"""A tokenizer from ``tiktoken.model``: ranks of byte strings, as Kimi's checkpoints have them.
+"""A tokenizer from ``tiktoken.model``, a file of ranked byte strings, as in Kimi's checkpoints.
 
-Such a checkpoint names Python code that reads the file; none of it is run. The file holds the
-vocabulary; how text is divided before, and which ids are left for special tokens, is known here for
-the one class of tokenizer whose code published it.
+Such a checkpoint names Python code that reads the file, which is never run. The file holds the
+vocabulary; the splitting of text and the ids reserved for special tokens are built in here for the
+one known tokenizer class.
 """
 
 import base64
@@ -20,11 +20,12 @@ __all__ = ["FILE_NAME", "KNOWN_CLASS", "build_tokenizer", "spell_bytes"]
 
 FILE_NAME = "tiktoken.model"
 KNOWN_CLASS = "TikTokenTokenizer"
-"""The value of ``tokenizer_class`` of Kimi-K2, Moonlight and Kimi-Linear says."""
+"""Value of ``tokenizer_class`` in Kimi-K2, Moonlight and Kimi-Linear."""
 
 NUM_SPECIAL, MOST_SPECIAL = 256, 258
-"""Ids behind the file's that are special; those without a name are ``<|reserved_token_{id}|>``. The
-published code counts two more than the models' vocabularies have: they are there where named."""
+"""Ids after the file's that are special; those without a name are ``<|reserved_token_{id}|>``. The
+published code counts two more than the models' vocabularies have; these exist only if named.
+"""
 MAX_FILE_BYTES, MAX_TOKENS = 64 << 20, 1 << 20
 
 
@@ -34,12 +35,12 @@ def build_tokenizer(
     """Build the tokenizer of a folder with ``tiktoken.model``.
 
     Args:
-        folder: the checkpoint's.
-        settings: its ``tokenizer_config.json``.
-        alphabet: the character that stands for each byte in a byte-level vocabulary.
+        folder: the checkpoint's folder.
+        settings: contents of its ``tokenizer_config.json``.
+        alphabet: character for each byte in a byte-level vocabulary.
 
     Raises:
-        UnsupportedError: another class of tokenizer than the one that is known.
+        UnsupportedError: an unknown tokenizer class.
         ConfigError: the file is damaged, or the settings do not fit it.
     """
     kind = settings.get("tokenizer_class")
@@ -68,12 +69,12 @@ def build_tokenizer(
 
 
 def spell_bytes(token: bytes, alphabet: dict[int, str]) -> str:
-    """Return a token as a byte-level vocabulary spells it."""
+    """Return a token's bytes as text in a byte-level vocabulary's alphabet."""
     return "".join(alphabet[byte] for byte in token)
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Read lines of a token in base64 and its rank; ranks count from 0 without gaps."""
+    """Read lines of a base64 token and its rank; ranks count from 0 without gaps."""
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise ConfigError("tokenizer.load", f"{path} has {size} bytes, more than {MAX_FILE_BYTES}")
@@ -98,7 +99,7 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _list_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return every pair of tokens that is one, in the order in which pairs are merged."""
+    """Return every pair of tokens that forms a token, in the order in which pairs are merged."""
     merges: list[tuple[int, int, int, bytes, bytes]] = []
     for token, rank in ranks.items():
         for cut in range(1, len(token)):
@@ -110,7 +111,7 @@ def _list_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _list_special(settings: dict[str, Any], first_id: int) -> list[AddedToken]:
-    """Return the special tokens in the order of their ids, which follow those of the file."""
+    """Return the special tokens in the order of their ids, which follow the file's ids."""
     named = settings.get("added_tokens_decoder") or {}
     if not isinstance(named, dict):
         raise ConfigError("tokenizer.load", "added_tokens_decoder is not an object")

@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint: text to ids and back, and its chat template.
 
-Owns ``tokenizer.json`` through the ``tokenizers`` library (transformers takes seconds to import and
-is the fallback only) and the table of token bytes. A ``Tokenizer`` is immutable and thread-safe.
+``tokenizer.json`` is read by the ``tokenizers`` library (transformers takes seconds to import and
+is only the fallback). A ``Tokenizer`` is immutable and thread-safe.
 """
 
 import json
@@ -33,11 +33,12 @@ TOKENIZER_FILES = (
 
 
 class Tokenizer:
-    """One checkpoint's vocabulary.
+    """A checkpoint's vocabulary, with encoding and decoding.
 
     Args:
-        backend: borrowed; padding and truncation are switched off.
-        special_tokens: such as ``{"bos_token": "<s>"}``, visible to the chat template.
+        backend: the library's tokenizer, borrowed; padding and truncation are switched off.
+        special_tokens: special tokens, such as ``{"bos_token": "<s>"}``, visible to the chat
+            template.
         chat_template: jinja2 source, or None if the checkpoint has none.
     """
 
@@ -56,12 +57,14 @@ class Tokenizer:
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        """Tokens that are no text, such as the ends of turns."""
+        """Ids of tokens that are not text, such as the ends of turns."""
         self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._has_byte_fallback = "ByteFallback" in repr(backend.decoder)
         self._byte_of = _byte_alphabet()
         self.token_bytes = lru_cache(maxsize=2**18)(self._find_bytes)
-        """Bytes of a token id; of a vocabulary without bytes, the UTF-8 of its text."""
+        """Function that returns a token id's bytes; in a vocabulary without bytes, the UTF-8 of its
+        text.
+        """
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of ``text``.
@@ -77,7 +80,7 @@ class Tokenizer:
             raise ConfigError("tokenizer.encode", f"text is not Unicode: {error}") from error
 
     def encode_pair(self, first: str, second: str) -> list[int]:
-        """Return the ids of two texts, joined as the tokenizer joins pairs.
+        """Return the ids of two texts, combined as the tokenizer combines pairs.
 
         Raises:
             ConfigError: a text is not valid Unicode (a lone surrogate).
@@ -99,9 +102,9 @@ class Tokenizer:
         shown_ids: frozenset[int] = frozenset(),
         context: Sequence[int] = (),
     ) -> Detokenizer:
-        """Start decoding a sequence that follows the ``context`` tokens.
+        """Return a detokenizer for a sequence that follows the ``context`` tokens.
 
-        Of the special tokens, ``shown_ids`` are not skipped.
+        Special tokens in ``shown_ids`` are not skipped.
         """
         skip = self.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
@@ -111,32 +114,32 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The library's object; not to be changed."""
+        """The tokenizers library's object; must not be changed."""
         return self._backend
 
     def find_special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the special tokens that are part of one of ``texts``."""
+        """Return the ids of special tokens whose names occur in one of ``texts``."""
         names = {i: self.token_name(i) for i in self.special_ids}
         return frozenset(i for i, name in names.items() if any(name in text for text in texts))
 
     def find_id(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary spells it."""
+        """Return the id of a token in the vocabulary's spelling; None if there is none."""
         return self._backend.token_to_id(token)
 
     def split_special(self, text: str) -> list[tuple[str, int | None]]:
-        """Split a text at the special tokens in it; each part has its id, or None if it is text."""
+        """Split a text at its special tokens; return (part, id), with id None for plain text."""
         names = {self.token_name(i): i for i in self.special_ids}
         pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True) if name)
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return [(part, names.get(part)) for part in parts if part]
 
     def token_name(self, token_id: int) -> str:
-        """Return a token as the vocabulary spells it; empty for an id without a token."""
+        """Return a token in the vocabulary's spelling; empty for an id without a token."""
         token = self._backend.id_to_token(token_id)
         return token if token is not None else ""
 
     def token_text(self, token_id: int) -> str:
-        """Return a token's own text, U+FFFD where it is part of a character."""
+        """Return a token's own text, with U+FFFD for incomplete characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def _is_byte(self, token_id: int) -> bool:
@@ -157,7 +160,7 @@ class Tokenizer:
 
 
 def _raw_byte(token: str) -> bytes | None:
-    """Return the byte that ``<0xE4>`` stands for."""
+    """Return the byte for a token such as ``<0xE4>``; None for other tokens."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes.fromhex(token[3:5])
@@ -167,10 +170,10 @@ def _raw_byte(token: str) -> bytes | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary.
+    """Return the byte for each character of a byte-level vocabulary.
 
-    Source: GPT-2's ``bytes_to_unicode``: printable bytes are themselves, the other 68 are
-    numbered upwards from U+0100.
+    Source: GPT-2's ``bytes_to_unicode``: printable bytes are themselves, the other 68 are numbered
+    upwards from U+0100.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -181,16 +184,15 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer files of a checkpoint folder, or what a GGUF file says in their place.
+    """Load the tokenizer of a checkpoint folder, or of its GGUF file.
 
-    ``tokenizer.json`` alone decides how text is encoded and which tokens frame it; like
-    transformers 5, this ignores ``add_bos_token`` beside it.
+    ``tokenizer.json`` alone decides how text is encoded and which tokens surround it; like
+    transformers 5, this ignores ``add_bos_token`` in other files.
 
     Raises:
-        NotFoundError: the folder has neither ``tokenizer.json`` nor what can be converted.
-        ConfigError: a file is there and cannot be read.
-        UnsupportedError: a tokenizer that only its own code can read, or of a kind that is not
-            known here.
+        NotFoundError: the folder has neither ``tokenizer.json`` nor files that can be converted.
+        ConfigError: a file cannot be read.
+        UnsupportedError: a tokenizer that only its own code can read, or of an unknown kind.
     """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         gguf = find_gguf(folder)
@@ -261,7 +263,7 @@ def _is_token(name: str) -> bool:
 
 
 def _token_text(value: object) -> str:
-    """Return a special token's text, which files write plain or as an object."""
+    """Return a special token's text, which files store as a string or as an object."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""

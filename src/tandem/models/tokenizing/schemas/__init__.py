@@ -1,1 +1,1 @@
-"""JSON Schemas rewritten without the keywords that llguidance lacks; pure."""
+"""Rewriting of JSON Schemas without the keywords that llguidance lacks; pure."""

@@ -1,8 +1,7 @@
-"""The constraints of one alternative of a schema on a value, type by type, and two of them
-together.
+"""Constraints of one alternative of a schema on a value, by type, and their conjunction.
 
-An alternative is a conjunction; those of a schema are joined by "or". Values are immutable and
-compare by content, so that equal alternatives are found.
+An alternative is a conjunction of constraints; a schema's alternatives are joined by "or". Objects
+are immutable and compare by content, so that equal alternatives are found.
 """
 
 from collections.abc import Iterable
@@ -36,14 +35,14 @@ __all__ = [
 
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 ALL_ITEMS = 1 << 40
-"""A number of items that stands for all."""
+"""Number of items that stands for all."""
 
 Value: TypeAlias = tuple[str, Any]
-"""A JSON value by which equal ones are equal in Python: 1 and 1.0, but not 1 and true."""
+"""A hashable JSON value; equal JSON values are equal in Python: 1 and 1.0, but not 1 and true."""
 
 
 def freeze(value: Any) -> Value:
-    """Return a JSON value as a key."""
+    """Convert a JSON value to a hashable key."""
     match value:
         case None:
             return ("null", None)
@@ -60,15 +59,15 @@ def freeze(value: Any) -> Value:
 
 
 def make_fraction(number: float) -> Fraction:
-    """Return a number as it was written, 0.1 as a tenth.
+    """Convert a number to a fraction of its decimal form: 0.1 is a tenth.
 
-    Raises: ValueError, OverflowError: it has no value, or no end.
+    Raises: ValueError, OverflowError: the number is NaN or infinite.
     """
     return Fraction(number) if isinstance(number, int) else Fraction(repr(number))
 
 
 def thaw(value: Value) -> Any:
-    """Return the JSON value of a key."""
+    """Convert a hashable key back to its JSON value."""
     kind, content = value
     match kind:
         case "number":
@@ -90,7 +89,7 @@ class Sizes:
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing has such a size."""
+        """True if no size is within the bounds."""
         return self.high is not None and self.low > self.high
 
     def __contains__(self, size: int) -> bool:
@@ -103,21 +102,21 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Bounds of numbers."""
+    """Bounds and properties of numbers."""
 
     low: Fraction | None = None
     is_low_open: bool = False
     high: Fraction | None = None
     is_high_open: bool = False
     factor: Fraction | None = None
-    """All are multiples of it."""
+    """Number of which all are multiples; None: none."""
     is_integer: bool = False
     is_fractional: bool = False
-    """None is an integer."""
+    """True if integers are excluded."""
 
     @property
     def is_empty(self) -> bool:
-        """True if no number is so, as far as the bounds tell."""
+        """True if the constraints show that no number satisfies them."""
         if self.is_integer and self.is_fractional:
             return True
         low, high = self.low, self.high
@@ -195,19 +194,19 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayer:
-    """The constraints of one schema on the items at each place."""
+    """The constraints of one schema on the items of an array, by position."""
 
     first: tuple[Formula, ...] = ()
     rest: Formula = TRUE
 
     def at(self, index: int) -> Formula:
-        """Return what the item at a place satisfies."""
+        """Return the formula for the item at a position."""
         return self.first[index] if index < len(self.first) else self.rest
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """The number of items that satisfy a formula."""
+    """Bounds on the number of items that satisfy a formula."""
 
     item: Formula
     sizes: Sizes
@@ -215,7 +214,7 @@ class Count:
 
 @dataclass(frozen=True)
 class ObjectLayer:
-    """The constraints of one schema on the property of each name."""
+    """The constraints of one schema on an object's properties, by name."""
 
     named: tuple[tuple[str, Formula], ...] = ()
     patterns: tuple[tuple[str, Formula], ...] = ()
@@ -223,18 +222,20 @@ class ObjectLayer:
 
     @cached_property
     def by_name(self) -> dict[str, Formula]:
-        """``named`` for look-ups."""
+        """``named`` as a dict, for look-ups."""
         return dict(self.named)
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Items and properties that a schema has evaluated, for ``unevaluatedItems`` and its like."""
+    """Items and properties that a schema has evaluated, for ``unevaluatedItems`` and
+    ``unevaluatedProperties``.
+    """
 
     num_items: int = 0
-    """The first ones."""
+    """Number of leading items that are evaluated."""
     items: tuple[Formula, ...] = ()
-    """Items that satisfy one of these, wherever they are."""
+    """Formulas; an item that satisfies one of them is evaluated, at any position."""
     names: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     has_all_properties: bool = False
@@ -254,13 +255,13 @@ NOTHING_SEEN = Seen()
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A conjunction of constraints; each says nothing of values of other types than its own."""
+    """A conjunction of constraints; each constrains only values of its own type."""
 
     types: frozenset[str] = TYPES
     values: tuple[Value, ...] | None = None
-    """All that are allowed; None: any."""
+    """All allowed values; None: any."""
     excluded: tuple[Value, ...] = ()
-    """Numbers, strings and booleans that are not."""
+    """Numbers, strings and booleans that are not allowed."""
     numbers: Numbers = Numbers()
     text: Text = Text()
     items: tuple[ArrayLayer, ...] = ()
@@ -270,13 +271,13 @@ class Alternative:
     properties: tuple[ObjectLayer, ...] = ()
     required: tuple[str, ...] = ()
     names: tuple[Formula, ...] = ()
-    """Satisfied by the name of each property."""
+    """Formulas that the name of each property satisfies."""
     num_properties: Sizes = Sizes()
     seen: Seen = field(default=NOTHING_SEEN)
 
 
 def merge(a: Alternative, b: Alternative) -> Alternative | None:
-    """Return the constraints of both; None where types or bounds show that nothing has them."""
+    """Return the conjunction of two alternatives; None if types or bounds show that it is empty."""
     types = a.types & b.types
     values = a.values
     if values is None:
@@ -317,7 +318,7 @@ def merge(a: Alternative, b: Alternative) -> Alternative | None:
 
 
 def forget_seen(alternative: Alternative) -> Alternative:
-    """Return an alternative whose evaluated parts nobody asks about."""
+    """Return the alternative without its record of evaluated items and properties."""
     if alternative.seen == NOTHING_SEEN:
         return alternative
     return replace(alternative, seen=NOTHING_SEEN)
@@ -330,5 +331,5 @@ def _join(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def list_values(values: Iterable[Any]) -> tuple[Value, ...]:
-    """Return the keys of JSON values, each once."""
+    """Return the hashable keys of JSON values, without duplicates."""
     return tuple(dict.fromkeys(freeze(value) for value in values))

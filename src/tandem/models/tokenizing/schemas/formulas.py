@@ -1,6 +1,6 @@
-"""Boolean formulas over the places of a schema: what one value has to satisfy.
+"""Boolean formulas over the schemas in a document, which describe what a value must satisfy.
 
-A formula is a nested tuple, so that equal ones are found in tables.
+A formula is a nested tuple, so that equal formulas are found in tables.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ __all__ = ["FALSE", "TRUE", "Formula", "Place", "all_of", "any_of", "at", "equal
 
 
 class Place(NamedTuple):
-    """A schema within a document, as it is reached.
+    """A schema within a document, and the way by which it was reached.
 
     Attributes:
         path: keys and indexes from the root of the document.
@@ -22,24 +22,26 @@ class Place(NamedTuple):
 
 
 Formula: TypeAlias = tuple[Any, ...]
-"""("all", formulas), ("any", formulas), ("not", formula), ("at", place) or ("equals", value)."""
+"""A formula: ("all", formulas), ("any", formulas), ("not", formula), ("at", place) or ("equals",
+value).
+"""
 
 TRUE: Formula = ("all", ())
 FALSE: Formula = ("any", ())
 
 
 def at(place: Place) -> Formula:
-    """Return the formula of a schema."""
+    """Return the formula "satisfies the schema at this place"."""
     return ("at", place)
 
 
 def equal_to(value: Any) -> Formula:
-    """Return the formula of a value that equals another, given as its key."""
+    """Return the formula "equals this value", given as a hashable key."""
     return ("equals", value)
 
 
 def negate(formula: Formula) -> Formula:
-    """Return the formula that holds where this one does not."""
+    """Return the negation of a formula, simplified."""
     kind, content = formula
     match kind:
         case "not":
@@ -53,12 +55,12 @@ def negate(formula: Formula) -> Formula:
 
 
 def all_of(parts: Iterable[Formula]) -> Formula:
-    """Return the conjunction, simplified; true of none."""
+    """Return the conjunction of formulas, simplified; TRUE if there are none."""
     return _join("all", parts, TRUE, FALSE)
 
 
 def any_of(parts: Iterable[Formula]) -> Formula:
-    """Return the disjunction, simplified; false of none."""
+    """Return the disjunction of formulas, simplified; FALSE if there are none."""
     return _join("any", parts, FALSE, TRUE)
 
 

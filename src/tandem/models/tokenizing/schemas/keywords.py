@@ -1,8 +1,8 @@
-"""Each keyword of a schema as alternatives, and the negation of each.
+"""Alternatives of each schema keyword, and of its negation.
 
-A keyword says nothing of values of other types: ``minLength`` holds for every number. So its
-negation names the type. Alternatives are joined by "or": where one of them cannot be expressed it
-is left out, which leaves fewer values and never a wrong one; ``Work.drop`` notes the keyword.
+A keyword says nothing about values of other types: ``minLength`` holds for every number. So its
+negation names the type. Alternatives are joined by "or": an alternative that cannot be expressed is
+left out, which allows fewer values but never a wrong one; ``Work.drop`` notes the keyword.
 """
 
 from collections.abc import Callable, Iterable
@@ -40,29 +40,31 @@ __all__ = ["Alternatives", "Schema", "Work", "accept", "apply_unevaluated", "exc
 Alternatives = list[Alternative]
 ANY = Alternative()
 MAX_TRACKED = 4
-"""Schemas of an ``anyOf`` whose combinations are told apart where they evaluate properties."""
+"""Most schemas of an ``anyOf`` whose combinations are distinguished by the properties they
+evaluate.
+"""
 SHIFTS = 8
-"""Places at which an item that violates ``items`` is looked for."""
+"""Number of positions that are tried for an item that violates ``items``."""
 TYPE_NAMES = TYPES | {"integer"}
 
 
 class Work(Protocol):
-    """Computes alternatives of formulas."""
+    """Computation of the alternatives of formulas."""
 
     def expand(self, formula: Formula, *, tracks: bool) -> Alternatives:
         """Return the alternatives of a formula; ``tracks`` keeps what they evaluate."""
         ...
 
     def join(self, groups: Iterable[Alternatives]) -> Alternatives:
-        """Return the alternatives that satisfy one of each group."""
+        """Return the alternatives that satisfy one alternative of each group."""
         ...
 
     def excludes(self, alternatives: Alternatives, formula: Formula) -> bool:
-        """Return whether nothing in some alternatives satisfies a formula, as far as that shows."""
+        """Return True if it is proved that no value of the alternatives satisfies the formula."""
         ...
 
     def drop(self, keyword: str) -> None:
-        """Note that an alternative was left out."""
+        """Note that an alternative of this keyword was left out."""
         ...
 
 
@@ -70,9 +72,9 @@ class Schema:
     """An object schema: its keywords, and the formulas of the schemas in it.
 
     Args:
-        content: of the document.
-        find: returns the formula of the schema behind keys.
-        follow: returns the formula that a reference keyword means.
+        content: the schema's object in the document.
+        find: returns the formula of the schema under given keys.
+        follow: returns the formula to which a reference keyword refers.
     """
 
     def __init__(
@@ -89,37 +91,39 @@ class Schema:
         return keyword in self.content
 
     def get(self, keyword: str, kind: type | tuple[type, ...]) -> Any:
-        """Return a keyword's value. Raises: RefusedError: it is of another type."""
+        """Return a keyword's value. Raises: RefusedError (it is of another type)."""
         value = self.content[keyword]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise RefusedError(keyword, "its value is of a wrong type")
         return value
 
     def count(self, keyword: str) -> int:
-        """Return a keyword's value, which counts something; 2.0 is 2."""
+        """Return a keyword's value as a count; 2.0 is accepted as 2. Raises: RefusedError."""
         value = self.get(keyword, (int, float))
         if value < 0 or value != int(value):
             raise RefusedError(keyword, "it counts, and is no such number")
         return int(value)
 
     def list(self, keyword: str) -> list[Formula]:
-        """Return the formulas of a list of schemas."""
+        """Return the formulas of a keyword whose value is a list of schemas."""
         return [self.find(keyword, i) for i in range(len(self.get(keyword, list)))]
 
     def map(self, keyword: str) -> dict[str, Formula]:
-        """Return the formulas of named schemas; none if the keyword is not there."""
+        """Return the formulas of a keyword whose value maps names to schemas; empty if it is
+        absent.
+        """
         if keyword not in self:
             return {}
         return {name: self.find(keyword, name) for name in self.get(keyword, dict)}
 
 
 def accept(schema: Schema, work: Work, *, tracks: bool) -> Alternatives:
-    """Return the alternatives of a schema but for its ``unevaluated*``.
+    """Return the alternatives of a schema without its ``unevaluated*`` keywords.
 
     Args:
-        schema: what is expanded.
+        schema: the schema.
         work: expands the schemas in it.
-        tracks: the alternatives tell which items and properties they evaluate.
+        tracks: True if the alternatives record which items and properties they evaluate.
     """
     groups = [_accept_plain(schema)]
     if "$ref" in schema:
@@ -145,7 +149,7 @@ def accept(schema: Schema, work: Work, *, tracks: bool) -> Alternatives:
 
 
 def apply_unevaluated(schema: Schema, alternatives: Alternatives) -> Alternatives:
-    """Return the alternatives with ``unevaluatedProperties`` and ``unevaluatedItems``."""
+    """Return the alternatives with ``unevaluatedProperties`` and ``unevaluatedItems`` applied."""
     if "unevaluatedProperties" in schema:
         rest = schema.find("unevaluatedProperties")
         alternatives = [_close_properties(each, rest) for each in alternatives]
@@ -191,7 +195,7 @@ def reject(schema: Schema, work: Work) -> Alternatives:
 
 
 def _accept_plain(schema: Schema) -> Alternatives:
-    """Return the one alternative of all keywords that need no other."""
+    """Return the single alternative of all keywords that contain no other schema's alternatives."""
     found = ANY
     if "type" in schema:
         types, is_integer = _read_types(schema)
@@ -249,7 +253,9 @@ def _accept_plain(schema: Schema) -> Alternatives:
 
 
 def _reject_plain(schema: Schema, work: Work) -> Alternatives:
-    """Return what violates one of the keywords that need no other; ``format`` is a remark."""
+    """Return alternatives that violate one of the plain keywords; ``format`` is only an
+    annotation.
+    """
     found: Alternatives = []
     if "type" in schema:
         types, is_integer = _read_types(schema)
@@ -400,7 +406,7 @@ def _close_items(alternative: Alternative, rest: Formula) -> Alternative:
 
 
 def exclude(values: tuple[Value, ...], work: Work) -> Alternatives:
-    """Return the alternatives of all other values."""
+    """Return the alternatives of all values except the given ones."""
     groups: list[Alternatives] = []
     scalars = tuple(v for v in values if v[0] in ("boolean", "number", "string"))
     if scalars:

@@ -1,4 +1,4 @@
-"""Regular expressions of strings that are not among some, or are of some length."""
+"""Regular expressions for strings other than given ones, or of given lengths."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ ANY = "(?s:.)"
 
 
 def exclude_texts(texts: Sequence[str]) -> str:
-    """Return a pattern of all strings but these.
+    """Return a pattern of all strings except the given ones.
 
-    Raises: RefusedError: they are too long.
+    Raises: RefusedError (they are too long).
     """
     if sum(map(len, texts)) > MAX_CHARACTERS or max(map(len, texts)) > MAX_CHARACTERS // 10:
         raise RefusedError("enum", "strings that are not allowed are too long")
@@ -22,7 +22,7 @@ def exclude_texts(texts: Sequence[str]) -> str:
 
 
 def _exclude(texts: list[str]) -> str:
-    """Return an expression of what may follow, where these may not."""
+    """Return an expression that matches every string except the given ones."""
     following: dict[str, list[str]] = {}
     for text in texts:
         if text:
@@ -40,6 +40,6 @@ def _quote(character: str) -> str:
 
 
 def write_sizes(sizes: Sizes) -> str:
-    """Return a pattern of all strings of some lengths."""
+    """Return a pattern of all strings whose length is within the bounds."""
     high = "" if sizes.high is None else sizes.high
     return f"^{ANY}{{{sizes.low},{high}}}$"

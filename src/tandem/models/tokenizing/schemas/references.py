@@ -1,4 +1,4 @@
-"""The schema of a document that a reference means: ``$id``, ``$anchor``, ``$dynamicRef``, pointers.
+"""Resolution of references in a document: ``$id``, ``$anchor``, ``$dynamicRef``, JSON pointers.
 
 Nothing is fetched: a reference to another document is refused.
 """
@@ -24,18 +24,18 @@ MAX_SCHEMAS = 2000
 
 
 class References:
-    """The schemas of one document by their names.
+    """The schemas of one document, by their names.
 
     Args:
         document: the root schema.
 
-    Raises: RefusedError: it nests too deeply.
+    Raises: RefusedError (schemas nest too deeply, or are too many).
     """
 
     def __init__(self, document: Any) -> None:
         self._document = document
         self._bases: dict[Path, str] = {}
-        """URI of the resource of each schema that has an ``$id``, and of the root."""
+        """URI of the resource of each schema that has an ``$id``, and of the root, by path."""
         self._resources: dict[str, Path] = {}
         self._anchors: dict[tuple[str, str], Path] = {}
         self._dynamic: dict[tuple[str, str], Path] = {}
@@ -47,13 +47,13 @@ class References:
 
     @property
     def root(self) -> Place:
-        """The place of the document itself."""
+        """Place of the root schema."""
         return self._enter((), ())
 
     def get(self, place: Place) -> Any:
         """Return the schema at a place.
 
-        Raises: RefusedError: there is none.
+        Raises: RefusedError (there is none).
         """
         value = self._document
         for key in place.path:
@@ -70,16 +70,16 @@ class References:
         return self._enter((*place.path, *keys), place.scope)
 
     def follow(self, reference: Any, place: Place) -> Place:
-        """Return the place that a ``$ref`` in the schema at a place means.
+        """Return the place to which a ``$ref`` in the schema at ``place`` refers.
 
-        Raises: RefusedError: it is not in this document.
+        Raises: RefusedError (it is not in this document).
         """
         return self._enter(self._find(reference, place, "$ref")[0], place.scope)
 
     def follow_dynamically(self, reference: Any, place: Place) -> Place:
-        """Return the place that a ``$dynamicRef`` means, by the resources entered so far.
+        """Return the place to which a ``$dynamicRef`` refers, given the resources entered so far.
 
-        Raises: RefusedError: it is not in this document.
+        Raises: RefusedError (it is not in this document).
         """
         path, uri, name = self._find(reference, place, "$dynamicRef")
         if self._dynamic.get((uri, name)) == path:
@@ -125,7 +125,9 @@ class References:
         return Place(path, scope)
 
     def _find(self, reference: Any, place: Place, keyword: str) -> tuple[Path, str, str]:
-        """Return a path, the URI of its resource, and the anchor's name if one led there."""
+        """Return a path, the URI of its resource, and the anchor's name if the reference
+        used one.
+        """
         if not isinstance(reference, str):
             raise RefusedError(keyword, "it is no text")
         uri, _, fragment = _join(self._find_base(place.path), reference).partition("#")
@@ -149,7 +151,7 @@ class References:
 
 
 def _step(value: Any, part: str) -> tuple[str | int, Any]:
-    """Return the key that a part of a JSON pointer means, and what it leads to."""
+    """Return the key that a part of a JSON pointer denotes, and the value under it."""
     if isinstance(value, list):
         if not part.isdecimal() or len(part) > 9:
             raise KeyError(part)

@@ -1,14 +1,14 @@
-"""The refusal of a schema."""
+"""The error for schemas that are refused."""
 
 __all__ = ["RefusedError"]
 
 
 class RefusedError(Exception):
-    """A schema that has no equivalent here.
+    """A schema that has no equivalent for llguidance.
 
     Args:
-        keyword: that stands in the way.
-        why: in words.
+        keyword: keyword that cannot be expressed.
+        why: the reason.
     """
 
     def __init__(self, keyword: str, why: str) -> None:

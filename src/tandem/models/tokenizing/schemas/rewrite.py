@@ -1,8 +1,8 @@
-"""A JSON Schema as an equivalent one without the keywords that llguidance lacks.
+"""Conversion of a JSON Schema to an equivalent one without the keywords that llguidance lacks.
 
-The values that the result allows are those of the schema, or fewer, never others; ``narrowed``
-names the keywords of which it allows fewer. Formats that a grammar knows are enforced, others are
-remarks, as all of them are to the draft.
+The result allows the schema's values, or fewer, never others; ``narrowed`` lists the keywords for
+which it allows fewer. Formats that a grammar knows are enforced; others are annotations, as the
+draft treats all formats.
 """
 
 from collections.abc import Callable
@@ -18,22 +18,22 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class Rewritten(NamedTuple):
-    """A schema in other words."""
+    """A rewritten schema."""
 
     schema: Any
     narrowed: tuple[str, ...]
-    """Keywords of which fewer values are allowed than the schema says."""
+    """Keywords for which fewer values are allowed than in the original schema."""
 
 
 def rewrite_schema(schema: Any, matches: Callable[[str, str], bool]) -> Rewritten:
-    """Return an equivalent schema.
+    """Return an equivalent schema that llguidance supports.
 
     Args:
-        schema: of draft 2020-12.
-        matches: tells whether a pattern is found in a text, in bounded time; raises ValueError for
-            one that is no pattern.
+        schema: a schema of draft 2020-12.
+        matches: returns True if a pattern is found in a text, in bounded time; raises ValueError
+            for an invalid pattern.
 
-    Raises: RefusedError: it has no equivalent here; the text begins with the keyword.
+    Raises: RefusedError (there is no equivalent; the text begins with the keyword).
     """
     options = {}
     if isinstance(schema, dict) and "x-guidance" in schema:

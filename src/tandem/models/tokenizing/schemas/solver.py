@@ -1,8 +1,8 @@
-"""The alternatives of formulas, and those that nothing satisfies taken out.
+"""Computation of formulas' alternatives, without those that no value satisfies.
 
-All work is bounded: a schema with too many alternatives is refused. A schema whose keyword was left
-out where it stood in a negation (``drop``) allows fewer values than it should, so that it never
-counts as evidence for what a value violates.
+All work is bounded: a schema with too many alternatives is refused. If a keyword was left out of a
+negated schema (``drop``), that formula allows too few values, so it is never used as proof that a
+value violates it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +40,7 @@ __all__ = ["Solver"]
 
 MAX_ALTERNATIVES = 128
 MAX_STEPS = 50_000
-"""Merged, settled and tested alternatives: about a second."""
+"""Most alternatives that are merged, settled and tested: about a second of work."""
 ANY = Alternative()
 KEYWORDS = frozenset(
     """type const enum minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength
@@ -49,19 +49,19 @@ KEYWORDS = frozenset(
     minItems maxItems uniqueItems contains $ref $dynamicRef allOf anyOf oneOf not if
     unevaluatedItems unevaluatedProperties""".split()  # noqa: SIM905 - a list is less readable
 )
-"""Those that say something by themselves."""
+"""Keywords that restrict values or evaluate parts by themselves."""
 
 
 class Solver:
-    """Computes alternatives of the formulas over one document.
+    """Computation of the alternatives of formulas over one document.
 
     Args:
         document: the root schema.
-        matches: tells whether a pattern is found in a text, in bounded time; raises ValueError for
-            one that is no pattern.
+        matches: returns True if a pattern is found in a text, in bounded time; raises ValueError
+            for an invalid pattern.
 
     Attributes:
-        dropped: keywords of which something was left out, so that fewer values are allowed.
+        dropped: keywords of which an alternative was left out, so that fewer values are allowed.
     """
 
     def __init__(self, document: Any, matches: Callable[[str, str], bool]) -> None:
@@ -70,7 +70,7 @@ class Solver:
         self._known: dict[tuple[Formula, bool], Alternatives] = {}
         self._settled: dict[Formula, Alternatives] = {}
         self._narrowed: dict[tuple[Formula, bool], str] = {}
-        """Formulas of whose alternatives some were left out, and the keyword."""
+        """Formulas with alternatives that were left out, and the keyword for each."""
         self._working: list[tuple[Formula, bool]] = []
         self._settling: set[Formula] = set()
         self._steps_left = MAX_STEPS
@@ -80,16 +80,16 @@ class Solver:
 
     @property
     def root(self) -> Formula:
-        """The formula of the document."""
+        """Formula of the whole document."""
         return self._at(self.references.root)
 
     def drop(self, keyword: str) -> None:
-        """See ``Work``."""
+        """Note that an alternative of this keyword was left out of all formulas being expanded."""
         for key in self._working:
             self._narrowed.setdefault(key, keyword)
 
     def join(self, groups: Iterable[Alternatives]) -> Alternatives:
-        """See ``Work``."""
+        """Return the alternatives that satisfy one alternative of each group."""
         found: Alternatives = [ANY]
         for group in groups:
             self._spend(len(found) * len(group))
@@ -98,7 +98,7 @@ class Solver:
         return found
 
     def expand(self, formula: Formula, *, tracks: bool) -> Alternatives:
-        """See ``Work``. Raises: RefusedError."""
+        """Return the alternatives of a formula, cached. Raises: RefusedError."""
         key = (formula, tracks)
         if key not in self._known:
             if key in self._working or len(self._working) > 100:
@@ -113,7 +113,7 @@ class Solver:
         return self._known[key]
 
     def excludes(self, alternatives: Alternatives, formula: Formula) -> bool:
-        """See ``Work``."""
+        """Return True if it is proved that no value of the alternatives satisfies the formula."""
         others = self.expand(formula, tracks=False)
         if (formula, False) in self._narrowed:
             # The formula's alternatives are incomplete: a dropped one might overlap with the given
@@ -122,9 +122,9 @@ class Solver:
         return not any(self._settle(each) for each in self.join([alternatives, others]))
 
     def settle(self, formula: Formula) -> Alternatives:
-        """Return the alternatives of a formula that something may satisfy.
+        """Return the alternatives of a formula that some value may satisfy.
 
-        Raises: RefusedError: nothing does, and something was left out.
+        Raises: RefusedError (there is none, and an alternative was left out).
         """
         if formula in self._settled:
             return self._settled[formula]
@@ -147,13 +147,13 @@ class Solver:
         return self._settled[formula]
 
     def is_false(self, formula: Formula) -> bool:
-        """Return whether nothing satisfies a formula, as far as that shows."""
+        """Return True if it is proved that no value satisfies a formula."""
         return formula == FALSE or (formula != TRUE and not self.settle(formula))
 
     def satisfies(self, value: Value, formula: Formula) -> bool:
-        """Return whether a value satisfies a formula.
+        """Return True if a value satisfies a formula.
 
-        Raises: RefusedError: that cannot be told.
+        Raises: RefusedError (this cannot be decided).
         """
         key = (value, formula)
         if key not in self._verdicts:
@@ -162,7 +162,7 @@ class Solver:
         return self._verdicts[key]
 
     def fits(self, value: Value, alternative: Alternative) -> bool:
-        """Return whether a value has all constraints. Raises: RefusedError: it cannot be told."""
+        """Return True if a value satisfies all constraints. Raises: RefusedError (undecidable)."""
         kind, content = value
         if kind not in alternative.types or value in alternative.excluded:
             return False
@@ -184,7 +184,9 @@ class Solver:
                 return True
 
     def matches(self, pattern: str, text: str) -> bool:
-        """Return whether a pattern is found in a text. Raises: RefusedError: it is no pattern."""
+        """Return True if a pattern is found in a text. Raises: RefusedError (an invalid
+        pattern).
+        """
         key = (pattern, text)
         if key not in self._found:
             self._spend(10)
@@ -195,7 +197,7 @@ class Solver:
         return self._found[key]
 
     def find_property(self, name: str, alternative: Alternative) -> Formula:
-        """Return what the property of a name satisfies."""
+        """Return the formula that the property of a name satisfies."""
         self._spend(1)
         parts: list[Formula] = []
         for layer in alternative.properties:
@@ -208,7 +210,7 @@ class Solver:
         return all_of(parts)
 
     def find_item(self, index: int, alternative: Alternative) -> Formula:
-        """Return what the item at a place satisfies."""
+        """Return the formula that the item at a position satisfies."""
         return all_of(layer.at(index) for layer in alternative.items)
 
     def _spend(self, num_steps: int) -> None:
@@ -280,7 +282,9 @@ class Solver:
         return Schema(content, find, follow)
 
     def _settle(self, alternative: Alternative) -> Alternatives:
-        """Return an alternative without the types that have no values; nothing if none is left."""
+        """Return the alternative without types that have no values; empty list if no type
+        remains.
+        """
         self._spend(1 + len(alternative.required))
         if alternative.values is not None:
             plain = replace(alternative, values=None)
@@ -305,7 +309,7 @@ class Solver:
         return [replace(alternative, types=frozenset(types))] if types else []
 
     def _bound_items(self, alternative: Alternative) -> Sizes:
-        """Return the lengths of an array up to the first place at which nothing may be."""
+        """Return an array's lengths, limited to the first position at which no item is possible."""
         sizes = alternative.num_items
         places = max((len(layer.first) for layer in alternative.items), default=0)
         for index in range(places + 1):

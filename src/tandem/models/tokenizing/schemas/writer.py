@@ -1,6 +1,6 @@
-"""Alternatives written as a JSON Schema of keywords that llguidance has.
+"""Writing of alternatives as a JSON Schema with keywords that llguidance supports.
 
-The schema of each value within another is a definition, so that recursive ones come to an end.
+Each nested value's schema becomes a definition, so that recursive schemas can be written.
 """
 
 from collections.abc import Iterator
@@ -34,24 +34,24 @@ FORMATS = frozenset(
         *("ipv4", "ipv6", "uuid", "uri"),
     }
 )
-"""Those that a grammar enforces; to the draft every format is a remark."""
+"""Formats that a grammar enforces; in the draft all formats are annotations."""
 MAX_PLACES = 12
-"""Leading items among which those are that ``contains`` finds."""
+"""Number of leading items among which the matches of ``contains`` are placed."""
 MAX_CHOICES = 64
-"""Ways to place them, or to order unique items."""
+"""Most ways to place matches of ``contains``, or to order unique items."""
 MAX_DEFINITIONS = 500
 MAX_VALUES = 8
-"""Values of an item whose orders are tried for ``uniqueItems``."""
+"""Most values of an item for which all orders are tried for ``uniqueItems``."""
 
 
 class Writer:
-    """Writes one document.
+    """Writer of one document's schema.
 
     Args:
-        solver: of the document.
+        solver: computes the document's alternatives.
 
     Attributes:
-        narrowed: keywords of which fewer values are allowed than the schema says, beside
+        narrowed: keywords for which fewer values are allowed than in the schema, in addition to
             ``Solver.dropped``.
     """
 
@@ -62,14 +62,14 @@ class Writer:
         self.narrowed: dict[str, None] = {}
 
     def write(self) -> Any:
-        """Return the whole schema."""
+        """Return the whole schema, with its definitions."""
         root = self._write(self._solver.root)
         if isinstance(root, dict) and self._definitions:
             root = root | {"$defs": self._definitions}
         return root
 
     def _refer(self, formula: Formula) -> Any:
-        """Return the schema of a value within another."""
+        """Return the schema of a nested value: true, false, or a reference to a definition."""
         if formula == TRUE:
             return True
         if self._solver.is_false(formula):
@@ -191,7 +191,7 @@ class Writer:
             yield schema
 
     def _place(self, alternative: Alternative) -> Iterator[Alternative]:
-        """Yield alternatives without counts: the places of the items that are counted."""
+        """Yield alternatives in which counted items have fixed positions instead of counts."""
         if not alternative.counts:
             yield alternative
             return
@@ -231,7 +231,7 @@ class Writer:
                 yield ArrayLayer(first, other), Sizes(end)
 
     def _write_unique(self, alternative: Alternative) -> Iterator[dict[str, Any]]:
-        """Yield the arrays of different items, where there are few."""
+        """Yield the arrays of distinct items, if there are few."""
         sizes = alternative.num_items
         places = max((len(layer.first) for layer in alternative.items), default=0)
         rest = self._solver.find_item(places, alternative)
@@ -251,7 +251,7 @@ class Writer:
             yield {"enum": found}
 
     def _list_values(self, formula: Formula) -> list[Value]:
-        """Return all values of a formula. Raises: RefusedError: they are too many."""
+        """Return all values of a formula. Raises: RefusedError (there are too many)."""
         found: dict[Value, None] = {}
         for alternative in self._solver.settle(formula):
             if alternative.values is not None:
@@ -309,7 +309,7 @@ class Writer:
         yield schema
 
     def _list_patterns(self, alternative: Alternative) -> tuple[dict[str, Formula], Formula]:
-        """Return what properties satisfy by the pattern of their names, and all others."""
+        """Return the formulas of properties by pattern of their names, and that of all others."""
         layers = alternative.properties
         rest = all_of(layer.rest for layer in layers)
         found: dict[str, Formula] = {}
@@ -326,9 +326,9 @@ class Writer:
         return found, rest
 
     def _read_names(self, formulas: tuple[Formula, ...]) -> tuple[list[str], str | None]:
-        """Return names that are allowed, and the pattern of all others.
+        """Return the allowed names, and a pattern of all other allowed names.
 
-        None: any other name is allowed; an empty pattern: none is.
+        A pattern of None allows any other name, an empty pattern allows none.
         """
         strings = Alternative(types=frozenset({"string"}))
         names: list[str] = []
@@ -356,7 +356,7 @@ def _list_patterns(text: Text, excluded: tuple[Value, ...]) -> list[str]:
 
 
 def _split(numbers: Numbers, points: list[Fraction]) -> Iterator[Numbers]:
-    """Yield the ranges between points that are left out."""
+    """Yield the ranges that remain when points are excluded."""
     for point in points:
         below = numbers & Numbers(high=point, is_high_open=True)
         if point in numbers:
@@ -377,7 +377,7 @@ def _write_number(number: Fraction) -> int | float:
 
 
 def _list_unique(choices: list[list[Value]], sizes: Sizes) -> Iterator[tuple[Value, ...]]:
-    """Yield rows of different values, one of each list in order, of the allowed lengths."""
+    """Yield rows of distinct values, one from each list in order, with the allowed lengths."""
     rows: list[tuple[Value, ...]] = [()]
     for length in range(len(choices) + 1):
         if length in sizes:
