@@ -14,6 +14,7 @@ from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.spec import NO_OUTPUT
 from tandem.kernels import paged
 from tandem.kernels.cpu.experts import NativeExperts
+from tandem.kernels.fake.device import FakeDevice
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.paged import PagedBatch, SequenceChunk
@@ -178,6 +179,19 @@ def test_layers_that_are_not_fused_refuse(checkpoint, tmp_path):
     )
     with pytest.raises(UnsupportedError, match="one operator"):
         load_checkpoint(checkpoint("qwen3_moe"), rules=rules, deferred_experts=1)
+
+
+def test_experts_whose_inputs_are_scaled_refuse(checkpoint):
+    """A sum of a later layer knows no input that a weight has multiplied."""
+    folder = checkpoint(
+        "llama4_text", num_local_experts=4, intermediate_size_mlp=72, intermediate_size=40
+    )
+    with pytest.raises(UnsupportedError, match="inputs the router scales"):
+        load_checkpoint(folder, deferred_experts=1)
+    model = load_checkpoint(folder, dtype="float32", expert_format="f32")
+    assert model.is_fused
+    with pytest.raises(UnsupportedError, match="inputs the router scales"):
+        model.enable_hybrid(FakeDevice())
 
 
 def test_deferral_is_part_of_the_identity(checkpoint):

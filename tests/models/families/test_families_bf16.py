@@ -24,7 +24,7 @@ from tandem.models.proof.tiny import make_tiny, make_tokens, save_tiny
 NAMES = [name for name, (model_type, _) in PUBLISHED.items() if name == model_type]
 NORMS = ("norm", "embedding_norm", "final_layernorm", "norm_f")
 """The names of the norm before the head."""
-UNFUSED = ("llama4_text", "granitemoehybrid", "nemotron_h")
+UNFUSED = ("granitemoehybrid", "nemotron_h")
 """Families whose layers are modules of transformers around our operators."""
 SEEDS = {"mimo_v2_flash": 1}
 """Seeds of weights and tokens, where 0 gives a near tie in a token that all others see."""

@@ -107,7 +107,10 @@ class CpuStep:
             self.run_shared_(choice)
         routing, experts, x = self._routing, choice.experts, choice.x
         ids, weights = choice.ids, choice.weights
-        if routing is not None and routing.defers:
+        if experts.spec.scales_input:
+            # Rows of its own for each choice: no buffers are kept for a family with one of them.
+            choice.residual.tensor.add_(experts(x.tensor, ids.tensor, weights.tensor))
+        elif routing is not None and routing.defers:
             self._add_deferring(routing, experts, choice.residual, x, ids, weights)
         elif isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
             out = self._buffer("experts_out", experts.hidden_size, torch.float32)

@@ -166,7 +166,9 @@ class TorchStep:
         self.run_shared_(choice)
         routing, experts, x = self._routing, choice.experts, choice.x.tensor
         ids, weights = choice.ids.tensor, choice.weights.tensor
-        if routing is not None and routing.defers:
+        if experts.spec.scales_input:
+            x_TD += experts(x, ids, weights)
+        elif routing is not None and routing.defers:
             immediate, late = routing.split(ids, weights)
             routing.add_into_(x_TD, experts, x, immediate, late, weights)
         else:

@@ -181,6 +181,9 @@ class CausalModel:
                 "only fused layers with routed experts in a weight format run in part on the host"
             )
             raise UnsupportedError("models.enable_hybrid", what)
+        if any(e.spec.scales_input for e in held):
+            what = "experts whose inputs the router scales do not run in part on the host"
+            raise UnsupportedError("models.enable_hybrid", what)
         top_k = max(b.operators[0].top_k for b in blocks if isinstance(b, MoeBlock))
         lane = None
         if split is not None:

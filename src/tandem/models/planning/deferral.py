@@ -1,7 +1,7 @@
 """The layers with routed experts, and whether a model can defer some experts."""
 
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.core.model.layers import DecoderLayerSpec
+from tandem.core.model.layers import DecoderLayerSpec, ExpertsSpec
 from tandem.core.model.plan import LayerSpec, ModelPlan, ModulePlan, MoeSpec
 from tandem.kernels.routing import MoeLayers
 
@@ -31,6 +31,9 @@ def check_deferral(
         raise ConfigError(where, f"{what}: give at most as many", field=field)
     if _count_kinds(layers) > 1:
         what = "layers with different numbers of experts defer none: leave it out"
+        raise UnsupportedError(where, what, field=field)
+    if any(isinstance(m.spec, ExpertsSpec) and m.spec.scales_input for m in modules):
+        what = "experts whose inputs the router scales are not deferred: leave it out"
         raise UnsupportedError(where, what, field=field)
     if any(isinstance(m.spec, DecoderLayerSpec) and m.spec.beside_norms for m in modules):
         what = "experts beside an MLP, whose sum is normed, are not deferred: leave it out"

@@ -775,9 +775,6 @@ def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
     for name in (*own, *beside, *([INPUT_NORM] if has_input else ())):
         if not isinstance(parts[name], NormSpec):
             raise UnfitModuleError(f"{name} is not a norm of ours")
-    experts = view.operators.get(f"{view.name}.{mlp_name}.experts")
-    if isinstance(experts, ExpertsSpec) and experts.scales_input:
-        raise UnfitModuleError("the router scales the experts' inputs")
     if isinstance(mlp, MoeBlockSpec) and (not norms[2] or norms[3]):
         raise UnfitModuleError("experts need one norm, before them")
     buffers = {name for name, _ in module.named_buffers(recurse=False)}
