@@ -27,21 +27,21 @@ __all__ = ["Admission", "AdmissionMode", "Rejection"]
 AdmissionMode = Literal["none", "early", "predicted"]
 
 SOFT_LIMIT = 0.7
-"""Share of an objective that may be predicted for less urgent requests, and for clients that have
+"""Largest predicted share of an objective for requests of low priority, and for clients that have
 had more than their share."""
 SHARE_MEMORY_S = 60.0
-"""The work of a client counts by half after so long."""
+"""Half-life of the work counted for a client, in seconds."""
 MAX_RETRY_S = 60
 FIRST_DECODE_S = 10.0
 DECODE_MEMORY = 0.95
-"""Share of the mean time of decoding that a request which ends adds."""
+"""Weight of the old mean when an ended request updates the mean decoding time."""
 SAFE_SHARE = 0.98
 """The share of requests whose time to first token the margin is to cover."""
 MARGIN_STEP = 0.1
 MAX_MARGIN = 4.0
 BUCKET_S = 0.1
 NUM_BUCKETS = 4096
-"""Beginnings of decodes are counted by tenths of a second, of some seven minutes."""
+"""Buckets of a tenth of a second in the ring that counts begins of decodes, some seven minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class Rejection:
 
 @dataclass(slots=True)
 class _Accepted:
-    """A request that has not ended."""
+    """An accepted request that has not ended."""
 
     bucket: int
     predicted_s: float
-    """To its first token."""
+    """Predicted time to first token, seconds."""
     accepted_s: float
     first_s: float | None = None
 
@@ -75,14 +75,15 @@ class _Shares:
 
     def __init__(self) -> None:
         self._work: dict[str, tuple[float, float, float]] = {}
-        """Work, the moment at which it was so much, and the weight."""
+        """For each client: its decayed work, the time of that value in seconds, and the client's
+        weight."""
 
     def add(self, client: str, weight: float, work: float, now_s: float) -> None:
         """Count work of a client."""
         self._work[client] = (self._read(client, now_s) + work, now_s, weight)
 
     def has_excess(self, client: str, weight: float, now_s: float) -> bool:
-        """Return whether a client has had more than its share of what all were given."""
+        """Return True if a client has had more than its fair share of all clients' recent work."""
         parts = {name: self._read(name, now_s) for name in self._work}
         for name in [name for name, work in parts.items() if work < 1.0]:
             del self._work[name], parts[name]
@@ -96,7 +97,7 @@ class _Shares:
 
 
 class Admission:
-    """Accepts requests, and learns what becomes of them.
+    """Policy that accepts or rejects requests and learns from their outcomes.
 
     Args:
         mode: none accepts all.
@@ -109,18 +110,18 @@ class Admission:
         self.ttft_error = 0.0
         """Mean of |predicted - real| / real of the times to first token."""
         self.rejected: dict[str, int] = {}
-        """Since start, by reason."""
+        """Rejected requests since start, by reason."""
         self._shares = _Shares()
         self._live: OrderedDict[str, _Accepted] = OrderedDict()
         self._begun: npt.NDArray[np.int64] = np.zeros(NUM_BUCKETS, np.int64)
-        """Decodes by the tenth of a second in which they begin, in a ring."""
+        """Ring of counts: decodes by the tenth of a second in which they begin."""
         self._newest = 0
         self._mean_decode_s = FIRST_DECODE_S
 
     def check(
         self, question: Question, fleet: Fleet, ttft_s: float, tpot_s: float, now_s: float
     ) -> Rejection | None:
-        """Return why a request is not to be accepted; None: it is.
+        """Return the reason to reject a request, or None to accept it.
 
         Args:
             question: the request.
@@ -177,7 +178,7 @@ class Admission:
         return Rejection(f"{what}: try again in {retry_s} s", reason, retry_s)
 
     def note_accepted(self, question: Question, ttft_s: float, now_s: float) -> None:
-        """Take in a request that was accepted."""
+        """Count an accepted request in the shares and in the forecast of decodes."""
         self._shares.add(
             question.client, question.weight, question.prompt_len + question.max_tokens, now_s
         )
@@ -188,7 +189,7 @@ class Admission:
         self._count(accepted.bucket, 1, now_s)
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
-        """Take in that the first token of a request has come."""
+        """Update the forecast and the margin of predictions with the real time to first token."""
         accepted = self._live.get(request_id)
         if accepted is None or accepted.first_s is not None:
             return
@@ -208,7 +209,7 @@ class Admission:
         self.margin = min(max(self.margin * math.exp(MARGIN_STEP * step), 1.0), MAX_MARGIN)
 
     def note_end(self, request_id: str, now_s: float) -> None:
-        """Take in that a request has ended, in whatever way."""
+        """Remove an ended request from the forecast of decodes."""
         accepted = self._live.pop(request_id, None)
         if accepted is None:
             return
@@ -229,7 +230,7 @@ class Admission:
             self._begun[bucket % NUM_BUCKETS] += change
 
     def _advance(self, newest: int) -> None:
-        """Let the ring reach from half its length before now to half of it after."""
+        """Move the ring forward, so that it reaches half its length into past and future."""
         if newest - self._newest >= NUM_BUCKETS:
             self._begun[:] = 0
         else:
@@ -248,7 +249,7 @@ class Admission:
         return int(np.sum(self._begun[buckets]))
 
     def _forecast_tpot(self, fleet: Fleet, tpot_s: float, at_s: float) -> float:
-        """Return the time between tokens at a moment, in the mean of what decodes."""
+        """Predict the mean time between tokens of the decodes that will run at a moment."""
         rows = fleet.is_serving & (fleet.role == DECODE)
         if not rows.any():
             rows = fleet.is_serving & (fleet.role != PREFILL)

@@ -38,7 +38,7 @@ __all__ = ["Candidate", "Conductor", "Decision"]
 MAX_CANDIDATES = 8
 """Instances that a decision names, best first."""
 MAX_EXPECTED = 1 << 18
-"""Keys of blocks that instances were asked to compute."""
+"""Keys of blocks remembered as expected: instances were asked to compute them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,15 @@ class Candidate:
 
     instance: str
     prefix_len: int
-    """Tokens of the prompt that need not be computed there."""
+    """Tokens of the prompt whose KV the instance holds or loads, so that it need not compute them.
+    """
     transfer_s: float
     queue_s: float
     prefill_s: float
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token."""
+        """Predicted time to first token, seconds."""
         return self.transfer_s + self.queue_s + self.prefill_s
 
 
@@ -89,7 +90,7 @@ class Decision:
 
     @property
     def considered(self) -> list[Candidate]:
-        """The chosen one, then the others with the least predicted times, best first."""
+        """The candidates: the chosen instance first, then the others by predicted time."""
         return [self._describe(at) for at in range(len(self._names))]
 
     def _describe(self, at: int) -> Candidate:
@@ -117,7 +118,7 @@ class Conductor:
         self.admission = Admission() if admission is None else admission
         self.fleet = Fleet()
         self.roles = RoleBalance()
-        """Says which instance should change its role."""
+        """The balance of roles, which decides if an instance should change its role."""
         self.directory = PrefixDirectory()
         """Blocks that instances say they hold."""
         self.group = PrefixDirectory()
@@ -127,55 +128,55 @@ class Conductor:
         self._expected = ExpectedBlocks(MAX_EXPECTED)
         """Blocks that instances were asked to compute or to read."""
         self._expected_group = ExpectedBlocks(MAX_EXPECTED)
-        """The last of these, behind which windows and states will be kept."""
+        """The last expected blocks of each prompt, after which windows and states will be kept."""
         self._estimators: dict[int, StepEstimator] = {}
 
     # ---------------------------------------------------------------- events
 
     def join(self, name: str, role: InstanceRole) -> None:
-        """Take in an instance that belongs to the cluster from now on."""
+        """Add an instance to the cluster."""
         row = self.fleet.join(name, role)
         self._estimators[row] = StepEstimator(self.fleet.costs[:, row])
 
     def leave(self, name: str) -> None:
-        """Take in that an instance belongs to the cluster no more."""
+        """Remove an instance from the cluster."""
         row = self.fleet.leave(name)
         del self._estimators[row]
         self._forget(row)
 
     def serve(self, ref: InstanceRef, facts: InstanceFacts) -> None:
-        """Take in that a run of an instance serves. It holds no blocks and has no load yet."""
+        """Record that a run of an instance serves. It holds no blocks and has no load yet."""
         self._forget(self.fleet.serve(ref, facts))
 
     def stop(self, name: str) -> None:
-        """Take in that an instance does not serve."""
+        """Record that an instance does not serve any more."""
         self.fleet.stop(name)
 
     def set_role(self, name: str, role: InstanceRole) -> None:
-        """Take in what an instance is for from now on."""
+        """Set the role of an instance."""
         self.fleet.set_role(name, role)
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
-        """Take in that an instance takes no new requests, or takes them again."""
+        """Set if an instance is draining, that is takes no new requests."""
         self.fleet.set_draining(name, is_draining=is_draining)
 
     def is_draining(self, name: str) -> bool:
-        """Return whether an instance takes no new requests."""
+        """Return True if an instance is draining, that is takes no new requests."""
         row = self.fleet.find(name)
         return row is not None and bool(self.fleet.is_draining[row])
 
     def set_sources(self, name: str, sources: Collection[str]) -> None:
-        """Take in whose blocks an instance can read."""
+        """Set the instances whose blocks an instance can read."""
         self.fleet.set_sources(name, sources)
 
     def set_load(self, name: str, load: Load) -> None:
-        """Take in the load of an instance."""
+        """Set the load of an instance."""
         row = self.fleet.find(name)
         if row is not None:
             self.fleet.set_load(row, load)
 
     def note_steps(self, name: str, steps: Iterable[StepRecord]) -> None:
-        """Take in steps of an instance, in their order."""
+        """Learn the costs of steps from steps that an instance computed, in their order."""
         row = self.fleet.find(name)
         if row is None:
             return
@@ -187,7 +188,7 @@ class Conductor:
                 self.fleet.costs[:, row] = estimator.costs
 
     def set_load_speed(self, name: str, tokens_per_s: float) -> None:
-        """Take in how fast an instance loads KV from elsewhere; 0 while it does not know."""
+        """Set the speed at which an instance loads KV from elsewhere; 0 if it is not known."""
         row = self.fleet.find(name)
         if row is not None and tokens_per_s > 0:
             self.fleet.load_tokens_per_s[row] = tokens_per_s
@@ -195,7 +196,7 @@ class Conductor:
     def note_blocks(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
     ) -> None:
-        """Take in which blocks an instance holds from now on, and which no more, by their keys."""
+        """Record block keys that an instance has stored or removed."""
         row = self.fleet.find(name)
         if row is None:
             return
@@ -206,7 +207,7 @@ class Conductor:
     def note_group(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
     ) -> None:
-        """Take in which blocks have a window, or a state behind them, and which no more."""
+        """Record blocks whose window or following state an instance has stored or removed."""
         row = self.fleet.find(name)
         if row is None:
             return
@@ -215,13 +216,13 @@ class Conductor:
         self.group.note_stored(row, stored)
 
     def note_flushed(self, name: str) -> None:
-        """Take in that an instance holds no block any more."""
+        """Record that an instance holds no blocks any more."""
         row = self.fleet.find(name)
         if row is not None:
             self._forget(row)
 
     def note_in_store(self, stored: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
-        """Take in which blocks the store holds from now on, and which no more."""
+        """Record block keys that the store has gained or lost."""
         self.stored.note_removed(0, removed)
         self.stored.note_stored(0, stored)
 
@@ -239,7 +240,7 @@ class Conductor:
         return 0.0 if row is None else self._estimators[row].error
 
     def get_step_costs(self, name: str) -> StepCosts | None:
-        """Return what the steps of an instance have been found to cost; None: it is not known."""
+        """Return the learnt costs of an instance's steps; None if they are not known."""
         row = self.fleet.find(name)
         if row is None:
             return None
@@ -250,11 +251,11 @@ class Conductor:
         )
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
-        """Take in that the first token of a request has come."""
+        """Record that the first token of a request has come."""
         self.admission.note_first_token(request_id, now_s)
 
     def note_end(self, request_id: str, now_s: float) -> None:
-        """Take in that a request has ended, in whatever way."""
+        """Record that a request has ended, for any reason."""
         self.admission.note_end(request_id, now_s)
 
     # ---------------------------------------------------------------- decisions
@@ -262,7 +263,7 @@ class Conductor:
     def place(
         self, place: Place, question: Question, now_s: float = 0.0, *, is_new: bool = False
     ) -> Decision:
-        """Return where a request goes.
+        """Choose the instances that serve a request.
 
         Args:
             place: what is asked for, and which runs of instances are not to be tried again.
@@ -284,7 +285,7 @@ class Conductor:
         return self._note_placed(question, decision)
 
     def find_role_change(self, now_s: float) -> RoleChange | None:
-        """Return the change of a role that is due; asked about once a second.
+        """Return the change of a role that is due, or None. Call it once a second.
 
         Args:
             now_s: monotonic.
@@ -292,7 +293,7 @@ class Conductor:
         return self.roles.look(self.fleet, now_s)
 
     def _note_placed(self, question: Question, decision: Decision) -> Decision:
-        """Expect blocks where they will be computed and read."""
+        """Record the prompt's blocks as expected on instances that will compute or read them."""
         route = decision.route
         if not isinstance(route, Pair | Alone):
             return decision
@@ -344,7 +345,7 @@ class Conductor:
         return self._decide(route, question, row, rows, parts, decode)
 
     def count_hits(self, chains: Sequence[Chain]) -> IntColumn:
-        """Return how many tokens of a prompt each row holds, as far as is known."""
+        """Return the tokens of a prompt whose KV each row is known to hold."""
         hits = np.zeros(self.fleet.num_rows, np.int64)
         for chain in chains:
             found = np.zeros(self.fleet.num_rows, np.int64)
@@ -357,11 +358,11 @@ class Conductor:
         return hits
 
     def _find_group(self, key: int) -> int:
-        """Return the rows that have, or will have, a block's window or the state behind it."""
+        """Return the rows that hold or will hold a block's window or the state behind it."""
         return self.group.find(key) | self._expected_group.find(key)
 
     def count_stored(self, chains: Sequence[Chain]) -> int:
-        """Return how many tokens of a prompt the store holds, as far as is known."""
+        """Return the tokens of a prompt whose KV the store is known to hold."""
         if not len(self.stored):
             return 0
         hits = np.zeros(1, np.int64)
@@ -383,7 +384,7 @@ class Conductor:
         return Decision(Pair(None, self._ref(decode)), tpot_s=tpot_s)
 
     def _count_readers(self, place: Place) -> IntColumn:
-        """Return how many decode instances that may be chosen can read each row."""
+        """Return for each row the number of usable decode instances that can read its blocks."""
         fleet = self.fleet
         count = fleet.num_readers
         for ref in place.avoid:
@@ -396,7 +397,7 @@ class Conductor:
     def _place_alone(
         self, place: Place, question: Question, usable: Mask, hits: IntColumn
     ) -> Decision:
-        """Serve on one instance of any role, because there is no pair."""
+        """Choose one instance of any role to serve the whole request, because no pair is usable."""
         parts = self._predict(question, hits)
         resumed = self._find_resumed(place, usable)
         if resumed is not None:
@@ -412,7 +413,7 @@ class Conductor:
         return Decision(NoRoute() if is_any else None)
 
     def _find_resumed(self, place: Place, usable: Mask) -> int | None:
-        """Return where the prompt was computed last: its blocks may still be in the cache there."""
+        """Return the row that computed the prompt last: its cache may still have the blocks."""
         if not place.is_resumed or place.prefill is None:
             return None
         row = self.fleet.find(place.prefill.name)

@@ -29,7 +29,7 @@ class Chain:
 
     keys: Sequence[int]
     block_size: int
-    """Tokens."""
+    """Tokens of a block."""
 
 
 class PrefixDirectory:
@@ -77,7 +77,7 @@ class PrefixDirectory:
 
 
 class ExpectedBlocks:
-    """The rows that were sent a prompt last, by the keys of its blocks; a bounded map.
+    """A bounded map from block keys to the rows that were last sent a prompt with that block.
 
     Two generations, of which the older one is dropped when the younger is full: a prompt of many
     blocks is noted at the speed of one update of a dictionary.
@@ -108,7 +108,7 @@ class ExpectedBlocks:
             self.note_removed(row, [key for key, rows in generation.items() if rows >> row & 1])
 
     def match(self, chain: Chain, hits: IntColumn) -> None:
-        """See ``PrefixDirectory.match``."""
+        """Raise each row's entry of ``hits`` to the tokens of the chain that it should hold."""
         match_chain(chain, self.find, hits)
 
     def find(self, key: int) -> int:
@@ -149,7 +149,7 @@ def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> No
 def cut_to_group(
     chain: Chain, find: Callable[[int], int], depth: int, hits: IntColumn, is_cut: Mask
 ) -> None:
-    """Lower rows' entries of ``hits`` to where their windows or states let a request go on.
+    """Lower rows' entries of ``hits`` to prefixes after which their windows or states are cached.
 
     That is the longest prefix whose last ``depth`` blocks, or all of a shorter one, are in the
     group. O(blocks of the chain).
@@ -181,7 +181,7 @@ def cut_to_group(
 
 
 def _mark_bits(rows: int, num_rows: int) -> npt.NDArray[np.bool_]:
-    """Return the rows of a number's bits as a mask."""
+    """Return a mask of rows from a number whose bits stand for rows."""
     rows &= (1 << num_rows) - 1
     packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), np.uint8)
     return np.unpackbits(packed, count=num_rows, bitorder="little").view(np.bool_)

@@ -26,30 +26,32 @@ __all__ = [
 ]
 
 DEFAULT_COSTS = (2e-3, 1e-4, 1e-9, 1e-4, 1e-8)
-"""Before any step was seen; a small model on two cores. Only their ratios matter then."""
+"""Costs assumed before any step was seen, those of a small model on two cores. After the first step
+only their ratios matter."""
 COST_NAMES = ("step_s", "prefill_token_s", "prefill_context_s", "decode_s", "decode_token_s")
 """The costs by name, in the order of the features."""
 NUM_FEATURES = len(DEFAULT_COSTS)
 FORGETTING = 0.998
-"""Weight of a step after each later one: some 500 count."""
+"""Factor on the weight of older steps at each new step, so that some 500 steps count."""
 PRIOR_WEIGHT = 1e-4
 """The weight of the prior beside that of one step, in its relative units."""
 HUBER = 2.0
 """Typical errors beyond which a step counts less."""
 FORGETTING_FAST = 0.95
-"""The same while predictions are off to one side: the machine is another one now."""
+"""Factor used instead of ``FORGETTING`` while predictions are biased: the machine's speed changed.
+"""
 MAX_BIAS = 0.15
-"""Mean of the signed error beyond which they are."""
+"""Mean signed error beyond which predictions count as biased."""
 FIRST_ERROR = 0.5
 MIN_ERROR = 0.01
 ERROR_MEMORY = 0.98
-"""The weight of the mean error so far when a step is seen."""
+"""Weight of the old mean when a step updates the mean error."""
 SOLVE_EVERY = 8
-"""Steps between two solutions; the first ones are solved one by one."""
+"""Steps between two least-squares solutions; each of the first steps is followed by one."""
 
 
 class StepEstimator:
-    """The costs of one instance.
+    """The estimate of the costs of one instance's steps.
 
     Args:
         prior: seconds by feature to begin with.
@@ -64,13 +66,18 @@ class StepEstimator:
         self._products = np.full(NUM_FEATURES, PRIOR_WEIGHT)
         self._spread = FIRST_ERROR
         self.error = 0.0
-        """Mean of |predicted - real| / real over the last steps, predicted before each."""
+        """Mean of
+
+        predicted - real
+
+        / real over recent steps, each predicted before it was learnt.
+        """
         self._bias = 0.0
-        """Mean of ln(predicted / real) over the last steps, bounded for each."""
+        """Mean of ln(predicted / real) over recent steps; each step's part is bounded."""
         self.num_steps = 0
 
     def note_step(self, step: StepRecord) -> bool:
-        """Take in one step; True if the costs have changed."""
+        """Learn from one step; return True if the costs have changed."""
         if step.seconds <= 0 or not math.isfinite(step.seconds):
             return False
         features = _list_features(step)
@@ -107,7 +114,7 @@ class StepEstimator:
         return is_due
 
     def _solve(self) -> None:
-        """Find the costs, none of them negative, by leaving out features one by one."""
+        """Solve for non-negative costs: leave out features with a negative cost, one by one."""
         kept = np.ones(NUM_FEATURES, np.bool_)
         found = np.zeros(NUM_FEATURES)
         while kept.any():
@@ -120,7 +127,7 @@ class StepEstimator:
         self.costs[:] = np.maximum(found, 0.0) * self._scale
 
     def predict(self, step: StepRecord) -> float:
-        """Return the seconds that a step should take; its own are not looked at."""
+        """Return the predicted seconds of a step; the step's measured seconds are ignored."""
         return float(_list_features(step) @ self.costs)
 
 

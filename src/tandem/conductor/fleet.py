@@ -22,42 +22,44 @@ FloatColumn = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 ROLES: tuple[InstanceRole, ...] = ("unified", "prefill", "decode")
-"""By their number in the column ``role``; in an emergency each serves alone, in this order."""
+"""Roles in the order of their numbers in the column ``role``. Without a pair, instances serve alone
+in this order of preference."""
 UNIFIED, PREFILL, DECODE = range(3)
 FIRST_ROWS = 8
 DEFAULT_TOKENS_PER_S = 50_000.0
-"""The speed of loading KV instead of computing it, while no transfer has been seen."""
+"""Assumed speed of loading KV, in tokens a second, before any transfer was measured."""
 
 
 class InstanceFacts(NamedTuple):
-    """The facts of a run of an instance that policies use; fixed while it lives."""
+    """Facts of one run of an instance that policies use, fixed while the run lives."""
 
     num_blocks: int
     block_size: int
     max_model_len: int
     max_batch_tokens: int
-    """Tokens of one step."""
+    """Largest number of tokens of one step."""
     group_depth: int = 0
-    """See ``InstanceInfo.group_depth``."""
+    """Last blocks of a prefix that must have their window or state for reuse, in blocks; 0: none.
+    """
 
 
 class Load(NamedTuple):
-    """The load of an instance, with all that was sent to it."""
+    """The load of an instance: what it reported and what was sent to it since."""
 
     queued_tokens: int = 0
-    """To be computed before their requests decode."""
+    """Tokens to compute before their requests decode."""
     queued_context: float = 0.0
-    """The sum of the lengths that each of these tokens attends to."""
+    """Sum over the queued tokens of the context length that each attends to."""
     num_decoding: int = 0
-    """Requests that decode there, or will."""
+    """Requests that decode on the instance, or will."""
     decode_tokens: int = 0
-    """Their KV."""
+    """Tokens of KV of the decoding requests."""
     num_requests: int = 0
-    """All that are there, or on their way."""
+    """Requests on the instance or on their way to it."""
     used_blocks: int = 0
-    """Blocks that its requests need now, or will read."""
+    """Blocks that the instance's requests need now, or will read."""
     largest_blocks: int = 0
-    """Blocks of the longest of them at its full length."""
+    """Blocks of the longest decoding request at its full length."""
 
 
 class Work(NamedTuple):
@@ -66,7 +68,7 @@ class Work(NamedTuple):
     prefill_s: float = 0.0
     """Seconds of the steps that computed prompts."""
     decode_s: float = 0.0
-    """Seconds that decodes took: of each step as often as it had decodes."""
+    """Sum over the steps of their seconds times their number of decodes."""
     num_decodes: int = 0
     """Tokens that were decoded."""
 
@@ -165,7 +167,7 @@ class Fleet:
         return ref.name
 
     def role_of(self, row: int) -> InstanceRole:
-        """Return what the instance of a row is for."""
+        """Return the role of the instance in a row."""
         return ROLES[int(self.role[row])]
 
     # ---------------------------------------------------------------- events
@@ -184,14 +186,14 @@ class Fleet:
         return row
 
     def _guess_costs(self, row: int) -> FloatColumn:
-        """Return the mean of the others: a stranger is taken for one of them."""
+        """Return the mean costs of the other instances, assumed for a new instance."""
         others = [other for other in self._rows.values() if other != row]
         if not others:
             return np.array(DEFAULT_COSTS)
         return self.costs[:, others].mean(axis=1)
 
     def leave(self, name: str) -> int:
-        """Forget an instance; return its row, which another one may get."""
+        """Remove an instance and return its row, which a later instance may reuse."""
         self.stop(name)
         row = self._rows.pop(name)
         self.refs[row] = None
@@ -211,7 +213,7 @@ class Fleet:
         return row
 
     def stop(self, name: str) -> None:
-        """Record that an instance does not serve: it is gone, or starts anew."""
+        """Record that an instance does not serve: its process is gone or restarts."""
         row = self._rows[name]
         self.is_serving[row] = False
         self.reads[row, :] = False
@@ -220,17 +222,17 @@ class Fleet:
         self._count_readers()
 
     def set_role(self, name: str, role: InstanceRole) -> None:
-        """Record what an instance is for from now on."""
+        """Set the role of an instance."""
         self.role[self._rows[name]] = ROLES.index(role)
         self._count_readers()
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
-        """Record that an instance takes no new requests, or takes them again."""
+        """Set if an instance is draining, that is takes no new requests."""
         self.is_draining[self._rows[name]] = is_draining
         self._count_readers()
 
     def set_sources(self, name: str, sources: Collection[str]) -> None:
-        """Record whose blocks an instance can read."""
+        """Set the instances whose blocks an instance can read."""
         reads = self.reads[self._rows[name]]
         reads[:] = False
         for source in sources:
@@ -240,18 +242,18 @@ class Fleet:
         self._count_readers()
 
     def set_load(self, row: int, load: Load) -> None:
-        """Record the load of an instance."""
+        """Set the load of the instance in a row."""
         self.load[:, row] = load
 
     def add_work(self, row: int, step: StepRecord) -> None:
-        """Sum up a step of an instance."""
+        """Add a step to the work sums of the instance in a row."""
         decode_s = step.seconds * step.num_decodes
         self.work[:, row] += Work(
             step.seconds if step.prefill_tokens else 0.0, decode_s, step.num_decodes
         )
 
     def is_reader(self, row: int) -> bool:
-        """Return whether an instance counts in ``num_readers``."""
+        """Return True if an instance counts in ``num_readers``."""
         is_open = self.is_serving[row] and not self.is_draining[row]
         return bool(is_open and self.role[row] == DECODE)
 
@@ -262,7 +264,7 @@ class Fleet:
     # ---------------------------------------------------------------- questions
 
     def find_usable(self, avoid: Collection[InstanceRef], identity: str | None) -> Mask:
-        """Return which rows may be chosen at all; a new array."""
+        """Return a new mask of the rows that may be chosen for a request."""
         usable = self.is_serving & ~self.is_draining
         for ref in avoid:
             row = self._rows.get(ref.name)

@@ -48,11 +48,11 @@ _CALLS: dict[str, Any] = {
     "note_end": tuple[str, float],
     "place": tuple[Place, Question, float, bool],
 }
-"""Arguments of each call that changes a conductor or asks it."""
+"""Argument types of each call that changes or asks a conductor, by method name."""
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line."""
+    """The first line of a journal."""
 
     version: Literal[1] = 1
     policy: str
@@ -63,12 +63,12 @@ class Outcome(NamedTuple):
     """The answer to one request."""
 
     kind: str
-    """pair, late_pair, decode, alone, none, wait or rejected."""
+    """Kind of the decision: pair, late_pair, decode, alone, none, wait or rejected."""
     prefill: str = ""
     decode: str = ""
-    """The instance that serves it alone, where there is no pair."""
+    """Name of the instance that decodes, or that serves the request alone."""
     ttft_s: float | None = None
-    """Predicted for the instance that computes the prompt."""
+    """Predicted time to first token on the instance that computes the prompt, seconds."""
 
 
 class _Line(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +78,7 @@ class _Line(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplayedDecision(NamedTuple):
-    """A request that was placed then and is placed again."""
+    """A journaled decision beside the decision that a replay takes for the same request."""
 
     request_id: str
     then: Outcome
@@ -86,7 +86,7 @@ class ReplayedDecision(NamedTuple):
 
 
 def describe_outcome(decision: Decision) -> Outcome:
-    """Return what a decision comes to."""
+    """Return the outcome of a decision, as the journal records it."""
     chosen = decision.chosen
     ttft_s = None if chosen is None else chosen.ttft_s
     if decision.rejection is not None:
@@ -135,91 +135,91 @@ class JournalingConductor(Conductor):
         self._put_line((call, arguments))
 
     def join(self, name: str, role: InstanceRole) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and add the instance."""
         self._put("join", name, role)
         super().join(name, role)
 
     def leave(self, name: str) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and remove the instance."""
         self._put("leave", name)
         super().leave(name)
 
     def serve(self, ref: InstanceRef, facts: InstanceFacts) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and mark the instance as serving."""
         self._put("serve", ref, facts)
         super().serve(ref, facts)
 
     def stop(self, name: str) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and mark the instance as not serving."""
         self._put("stop", name)
         super().stop(name)
 
     def set_role(self, name: str, role: InstanceRole) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and set the instance's role."""
         self._put("set_role", name, role)
         super().set_role(name, role)
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and set if the instance is draining."""
         self._put("set_draining", name, is_draining)
         super().set_draining(name, is_draining=is_draining)
 
     def set_sources(self, name: str, sources: Collection[str]) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and set the instances whose blocks can be read."""
         self._put("set_sources", name, sorted(sources))
         super().set_sources(name, sources)
 
     def set_load(self, name: str, load: Load) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and set the instance's load."""
         self._put("set_load", name, load)
         super().set_load(name, load)
 
     def note_steps(self, name: str, steps: Iterable[StepRecord]) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and learn from the instance's steps."""
         kept = list(steps)
         self._put("note_steps", name, kept)
         super().note_steps(name, kept)
 
     def set_load_speed(self, name: str, tokens_per_s: float) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and set the instance's speed of loading KV."""
         self._put("set_load_speed", name, tokens_per_s)
         super().set_load_speed(name, tokens_per_s)
 
     def note_blocks(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
     ) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and update the instance's blocks."""
         kept, gone = list(stored), list(removed)
         if kept or gone:
             self._put("note_blocks", name, kept, gone)
         super().note_blocks(name, kept, gone)
 
     def note_flushed(self, name: str) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and forget the instance's blocks."""
         self._put("note_flushed", name)
         super().note_flushed(name)
 
     def note_in_store(self, stored: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and update the store's blocks."""
         kept, gone = list(stored), list(removed)
         if kept or gone:
             self._put("note_in_store", kept, gone)
         super().note_in_store(kept, gone)
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and note the request's first token."""
         self._put("note_first_token", request_id, now_s)
         super().note_first_token(request_id, now_s)
 
     def note_end(self, request_id: str, now_s: float) -> None:
-        """See ``Conductor``."""
+        """Record the call in the journal and note the request's end."""
         self._put("note_end", request_id, now_s)
         super().note_end(request_id, now_s)
 
     def place(
         self, place: Place, question: Question, now_s: float = 0.0, *, is_new: bool = False
     ) -> Decision:
-        """See ``Conductor``."""
+        """Place a request, and record the call and its outcome in the journal."""
         decision = super().place(place, question, now_s, is_new=is_new)
         outcome = describe_outcome(decision)
         self._put_line(("place", (place, question, now_s, is_new), outcome))
@@ -229,7 +229,7 @@ class JournalingConductor(Conductor):
 def replay_journal(
     lines: Iterable[bytes], policy: str | None = None, admission: AdmissionMode | None = None
 ) -> Iterator[ReplayedDecision]:
-    """Yield each decision of a journal beside the one that is taken now.
+    """Replay a journal; yield each recorded decision beside the one that is taken now.
 
     Args:
         lines: of the journal; the last one may be torn.

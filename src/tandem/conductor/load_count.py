@@ -27,21 +27,21 @@ __all__ = ["LoadCount", "LoadListener"]
 
 
 class _Sent(NamedTuple):
-    """The numbers of a request that count."""
+    """The counts by which one sent request adds to an instance's load."""
 
     num_tokens: int
-    """Known tokens: prompt, and output of another instance."""
+    """Known tokens of the request: its prompt, and output that another instance generated."""
     num_queued: int
-    """Those of them that are to be computed."""
+    """Known tokens that the instance has to compute."""
     queued_context: float
-    """Sum of the lengths that those attend to."""
+    """Sum over the queued tokens of the context length that each attends to."""
     full_tokens: int
-    """Most tokens of prompt and output."""
+    """Largest number of tokens that prompt and output may reach."""
     is_decoded: bool
 
 
 class LoadListener(Protocol):
-    """Learns what one run of an instance tells."""
+    """Listener to the reports of one run of an instance."""
 
     def note_load(self) -> None:
         """Note that the load has changed."""
@@ -52,12 +52,12 @@ class LoadListener(Protocol):
         ...
 
     def note_blocks(self, blocks: BlockChanges) -> None:
-        """Blocks have come into its cache, or have left it."""
+        """Note that blocks have entered or left the instance's cache."""
         ...
 
 
 class LoadCount:
-    """The load of one run of an instance: what it told last, and what it was sent since."""
+    """The load of one run of an instance: its last report and the requests sent since."""
 
     def __init__(self) -> None:
         self.listener: LoadListener | None = None
@@ -68,11 +68,11 @@ class LoadCount:
 
     @property
     def num_unanswered(self) -> int:
-        """Requests that the latest push does not contain."""
+        """Number of sent requests that the latest report does not contain."""
         return len(self._sent)
 
     def note_sent(self, request: AddRequest) -> AddRequest:
-        """Count a request from now on; return it with the number that it is to be sent with."""
+        """Start counting a request; return it with the number that it must be sent with."""
         self._num_numbered += 1
         num_tokens = prompt_len = len(request.prompt_ids)
         if request.continuation is not None:
@@ -92,12 +92,12 @@ class LoadCount:
         return msgspec.structs.replace(request, number=self._num_numbered)
 
     def note_over(self, number: int) -> None:
-        """Stop to count a request that was refused or has ended, whatever the pushes say of it."""
+        """Stop counting a request that was refused or has ended, whatever later reports contain."""
         if self._sent.pop(number, None) is not None:
             self._tell()
 
     def take(self, load: InstanceLoad) -> None:
-        """Take in what the instance told; something older than the latest changes nothing."""
+        """Replace the reported load, unless the report is older than the present one."""
         if load.version <= self._told.version:
             return
         self._told = load
@@ -109,12 +109,12 @@ class LoadCount:
         self._tell()
 
     def take_steps(self, steps: Sequence[StepRecord]) -> None:
-        """Pass on the steps that the instance told."""
+        """Pass steps that the instance reported on to the listener."""
         if steps and self.listener is not None:
             self.listener.note_steps(steps)
 
     def take_blocks(self, blocks: BlockChanges | None) -> None:
-        """Pass on which blocks came and went."""
+        """Pass changes of the instance's blocks on to the listener."""
         if blocks is not None and self.listener is not None:
             self.listener.note_blocks(blocks)
 
@@ -123,7 +123,7 @@ class LoadCount:
             self.listener.note_load()
 
     def estimate(self, info: InstanceInfo) -> InstanceLoad:
-        """Return the load with all that was sent; before the first push, that alone.
+        """Return the reported load plus all requests sent since.
 
         O(requests sent since the latest push).
         """

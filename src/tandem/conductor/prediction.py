@@ -29,7 +29,7 @@ class TtftParts:
     prefix_len: IntColumn
 
     def select(self, rows: IntColumn) -> "TtftParts":
-        """Return some of the rows."""
+        """Return the parts of the selected rows."""
         return TtftParts(
             self.transfer_s[rows],
             self.queue_s[rows],
@@ -78,7 +78,7 @@ def predict_ttft(
 def predict_tpot(
     fleet: Fleet, rows: IntColumn | slice, prompt_len: int, max_tokens: int
 ) -> FloatColumn:
-    """Predict the mean time of a token if one more request decodes on instances.
+    """Predict the mean time per token on instances if each decoded one more request.
 
     Prompts that are queued there are computed between its tokens: at most a full step of them for
     each, and all of them together once.

@@ -21,24 +21,24 @@ from tandem.core.wire import Slo
 __all__ = ["ROLE_LOOK_S", "RoleBalance", "RoleChange"]
 
 ROLE_LOOK_S = 1.0
-"""Between two looks at the fleet."""
+"""Seconds between two looks at the fleet."""
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 10.0, 0.1
 """Objectives while no request has named its own; those at which the Mooncake paper's best ratio was
 found."""
 HIGH = 0.9
 """Pressure at which a side gets an instance."""
 LOW = 0.6
-"""Pressure that the other side may have after it has given one."""
+"""Highest pressure that the other side may have after it has given up an instance."""
 MAX_BUSY = 0.8
-"""Share of the time that prefill instances may be busy after one has left."""
+"""Highest share of busy time that the remaining prefill instances may have after one has left."""
 FULL_BLOCKS = 0.9
 """Share of blocks in use that counts as an objective reached: beyond it requests are preempted."""
 MEMORY_S = 8.0
-"""Time constant of the means."""
+"""Time constant of the mean pressures, seconds."""
 PAUSE_S = 30.0
-"""Seconds after a change of a role in which there is no other."""
+"""Seconds after a change of a role during which no other role changes."""
 SLO_MEMORY = 0.98
-"""Weight of the mean objective so far when a request has one."""
+"""Weight of the old mean objective when a request brings its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +59,19 @@ class RoleBalance:
         """Objectives: the mean of those that requests had lately."""
         self._has_ttft = self._has_tpot = False
         self.prefill = self.decode = 0.0
-        """Mean pressures."""
+        """Mean pressure on prefill instances, and on decode instances."""
         self._decode_after = 0.0
-        """The mean of the pressure that decode would be under with an instance less."""
+        """Mean pressure that decode instances would have with one instance fewer."""
         self._busy = 0.0
         """Mean share of the time that prefill instances compute prompts."""
         self._work: dict[str, Work] = {}
-        """Sums of each instance at the last look."""
+        """Work sums of each instance at the last look."""
         self._roles: dict[str, int] = {}
         self._looked_s: float | None = None
         self._changed_s = -math.inf
 
     def note_request(self, slo: Slo) -> None:
-        """Take in the objectives of a request that was accepted."""
+        """Update the mean objectives with those of an accepted request."""
         if slo.ttft_s is not None:
             share = SLO_MEMORY if self._has_ttft else 0.0
             self.ttft_s += (slo.ttft_s - self.ttft_s) * (1 - share)
@@ -104,7 +104,7 @@ class RoleBalance:
         return change
 
     def _take_work(self, fleet: Fleet) -> FloatColumn:
-        """Return the work of each row since the last look; shape of ``Fleet.work``."""
+        """Return the work of each row since the last look, in the shape of ``Fleet.work``."""
         done = np.zeros_like(fleet.work)
         told: dict[str, Work] = {}
         for name in fleet.names:
@@ -119,7 +119,7 @@ class RoleBalance:
         return done
 
     def _note_roles(self, fleet: Fleet, now_s: float) -> None:
-        """Begin a pause if a role is another one than at the last look, whoever changed it.
+        """Start a pause if any instance has changed its role since the last look.
 
         The first look begins one as well: there are no means yet.
         """
@@ -141,7 +141,7 @@ class RoleBalance:
         done: FloatColumn,
         elapsed_s: float,
     ) -> None:
-        """Move the means towards what is seen now."""
+        """Update the mean pressures with what was measured since the last look."""
         share = 1 - math.exp(-elapsed_s / MEMORY_S)
         prefill_s, decode_s, num_decodes = done
         costs, queued = fleet.costs[:, prefills], fleet.queued_tokens[prefills]
@@ -180,6 +180,6 @@ class RoleBalance:
 
 
 def _find_idlest(fleet: Fleet, rows: IntColumn) -> int:
-    """Return the row with the least to end in the role that it leaves."""
+    """Return the row that has the least work left before it can change its role."""
     tokens = fleet.queued_tokens[rows] + fleet.decode_tokens[rows]
     return int(rows[np.lexsort((rows, fleet.num_requests[rows], tokens))[0]])

@@ -11,9 +11,9 @@ class InstanceRef:
 
     name: str
     incarnation: int
-    """Another one after each restart."""
+    """Number of the run; each restart of the instance gives a new one."""
     identity: str = field(default="", compare=False)
-    """``InstanceInfo.kv_identity`` of that run; empty while it does not serve."""
+    """``InstanceInfo.kv_identity`` of this run; empty while it does not serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The policy's answer: all of it on one instance."""
+    """The policy's answer: one instance serves the whole request."""
 
     instance: InstanceRef
 
 
 @dataclass(frozen=True, slots=True)
 class NoRoute:
-    """The policy's answer: no instance that runs is left to be tried.
+    """The policy's answer: no running instance may still be tried.
 
     Attributes:
         is_foreign: because all serve another model than the one whose tokens were sent.
@@ -52,7 +52,7 @@ Route = Pair | Alone | NoRoute
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Ask the policy, and answer with ``Pair``, ``Alone`` or ``NoRoute``.
+    """A question to the policy, answered with ``Pair``, ``Alone`` or ``NoRoute``.
 
     Attributes:
         is_held: blocks are held: only ``Pair(None, decode)`` or ``NoRoute``, and at once. Else the

@@ -17,15 +17,14 @@ __all__ = ["AdapterInfo", "AdapterSource", "UnloadAdapter", "read_sources"]
 
 
 class AdapterSource(msgspec.Struct, frozen=True, kw_only=True):
-    """Load an adapter."""
+    """A request to load an adapter from a folder."""
 
     name: str
     """The name that clients use for it."""
     folder: str
-    """Absolute; in PEFT's format."""
+    """Absolute path of a folder in PEFT's format."""
     digest: str = ""
-    """The digest that its content must have, as ``AdapterInfo.digest``; empty is whatever it is
-    now."""
+    """``AdapterInfo.digest`` that the content must have; empty: any content is accepted."""
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,19 +33,19 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     folder: str
     digest: str
-    """SHA-256 over its weights and scales, hex: what requests carry."""
+    """Hex SHA-256 over the adapter's weights and scales; requests name the adapter by it."""
     system_fingerprint: str
-    """See ``KvIdentity.system_fingerprint``: that of the model with this adapter."""
+    """``KvIdentity.system_fingerprint`` of the model with this adapter."""
     rank: Annotated[int, Meta(ge=1)]
-    """The largest of its matrices."""
+    """Largest LoRA rank of the adapter's matrices."""
     num_modules: Annotated[int, Meta(ge=1)]
-    """Linear modules that it changes."""
+    """Number of linear modules that the adapter changes."""
     size_bytes: Annotated[int, Meta(ge=0)]
-    """In memory."""
+    """Bytes of the adapter in memory."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """Take no further requests for an adapter, and free it when those that run have ended."""
+    """A command to refuse new requests for an adapter and to free it after the last one."""
 
     digest: str
 

@@ -7,7 +7,7 @@ __all__ = ["BootClock", "Clock", "ManualClock", "MonotonicClock"]
 
 
 class Clock(Protocol):
-    """Monotonic seconds since an arbitrary origin."""
+    """A source of monotonic seconds since an arbitrary origin."""
 
     def now_s(self) -> float:
         """Return the current time, seconds."""
@@ -23,7 +23,7 @@ class MonotonicClock:
 
 
 class BootClock:
-    """Counts while the machine sleeps as well, for what ends by another machine's clock."""
+    """A clock that also counts while the machine sleeps, for leases kept by another machine."""
 
     def now_s(self) -> float:
         """Return the time since the machine was started."""
@@ -31,7 +31,7 @@ class BootClock:
 
 
 class ManualClock:
-    """A clock that moves only when told; for tests and simulation."""
+    """A clock that moves only when ``advance`` is called, for tests and simulation."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -65,9 +65,10 @@ ISA_VARIABLES = {
 what its variable names even where the CPU lacks it, so it is only ever told less."""
 LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 MAX_YAML_NODES = 100_000
-"""An alias counts each time it is used: ten lines can stand for a thousand million values."""
+"""Largest number of nodes of a YAML document, each use of an alias counted, so that a few lines of
+nested aliases cannot expand to thousands of millions of values."""
 MAX_YAML_DEPTH = 64
-"""A value that contains itself has no end of levels."""
+"""Largest depth of a YAML document; it stops a value that contains itself."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -175,13 +176,13 @@ def check_bounds(config: msgspec.Struct, section: str) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Return a size that ``SIZE_PATTERN`` matches in bytes; 0 if it is empty."""
+    """Return the bytes of a size such as 16GiB that matches ``SIZE_PATTERN``; 0 if it is empty."""
     number = text.rstrip("BKMGTi ")
     return int(float(number) * SIZE_UNITS[text[len(number) :].strip()]) if number else 0
 
 
 def check_text(text: str | None, path: str) -> None:
-    """Refuse a text that no encoding takes: half of a surrogate pair, as of a broken argument.
+    """Refuse a text that UTF-8 cannot encode, such as half a surrogate pair from a broken argument.
 
     Raises: ConfigError that names the field.
     """
@@ -249,7 +250,7 @@ def read_environment() -> dict[str, str]:
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment for a child process: ours without secrets of the configuration.
+    """Return our environment without secrets, for a child process.
 
     A child gets its configuration over its own channel; an API key in the environment would be
     readable in ``/proc`` for as long as the child lives. The cap on the instruction set stays.
@@ -268,7 +269,8 @@ def set_library_variables(values: Mapping[str, str]) -> None:
 
 
 def let_idle_threads_sleep() -> None:
-    """Tell OpenMP, before torch loads it, that waiting threads sleep; the user's word goes first.
+    """Set OpenMP's threads to sleep while they wait, unless the user has set this. Call before
+    torch.
 
     On cores that they share with the threads of our kernels, spinning ones starve the others.
     """
@@ -450,7 +452,7 @@ def _convert(path: str, value: Any, hint: Any, kind: mi.Type, origin: str) -> An
 
 
 def _describe_choices(kind: mi.Type) -> str:
-    """Return ``: one of a, b`` for a setting that takes one of a few words, else nothing."""
+    """Return ``: one of a, b`` for a setting with a fixed set of words, else an empty string."""
     if isinstance(kind, mi.CollectionType):
         kind = _unwrap(kind.item_type)[0]
     if isinstance(kind, mi.LiteralType):

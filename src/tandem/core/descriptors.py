@@ -15,11 +15,11 @@ RESERVE_SHARE = 4
 MIN_RESERVE = 16
 MAX_RESERVE = 256
 WANTED = 2**20
-"""A limit far above what a process here needs."""
+"""File descriptors to allow this process, far more than any process here needs."""
 
 
 def raise_limit() -> None:
-    """Let this process have as many as it may: the usual limit of 1,024 is one for shells."""
+    """Raise the limit of file descriptors: the usual limit of 1,024 is too low for servers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -41,7 +41,7 @@ def is_scarce(descriptor: int) -> bool:
 
 
 def shut(descriptor: int) -> None:
-    """End the connection of a descriptor that its owner will close."""
+    """Shut a connection down by its descriptor; the descriptor's owner will close it."""
     with contextlib.suppress(OSError):  # It is gone already.
         connection = socket.socket(fileno=descriptor)
         try:

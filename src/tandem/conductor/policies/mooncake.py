@@ -17,7 +17,8 @@ from tandem.conductor.prediction import TtftParts, predict_tpot
 __all__ = ["BALANCING_THRESHOLD", "MooncakePolicy"]
 
 BALANCING_THRESHOLD = 1.25
-"""The paper names none. Below it, what is fetched is less than a fifth of the prefix."""
+"""Default threshold; the paper gives no value. At 1.25, a smaller gain than a fifth of the prefix
+is not fetched."""
 
 
 class MooncakePolicy:
@@ -33,18 +34,18 @@ class MooncakePolicy:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """See ``Policy``."""
+        """Return the row with the least predicted time to first token."""
         return int(rows[int(np.argmin(parts.total_s[rows]))])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """See ``Policy``."""
+        """Return the row with the least predicted time between tokens."""
         tpot_s = predict_tpot(fleet, rows, question.prompt_len, question.max_tokens)
         return int(rows[int(np.argmin(tpot_s))])
 
     def note_placed(self, question: Question, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers no decisions."""
 
     def forget(self, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers nothing of a row."""

@@ -65,9 +65,9 @@ class Policy(Protocol):
         ...
 
     def note_placed(self, question: Question, row: int) -> None:
-        """Take in that a request was sent to a row for its prompt."""
+        """Record that a request's prompt was sent to a row."""
         ...
 
     def forget(self, row: int) -> None:
-        """Take in that what a row held is gone: it has restarted or left."""
+        """Forget what a row held: the instance has restarted or left."""
         ...

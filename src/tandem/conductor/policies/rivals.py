@@ -33,12 +33,12 @@ class SglangCacheAware:
     def __init__(self) -> None:
         self._tree = PrefixDirectory(MAX_TREE_KEYS)
         self._sizes: dict[int, int] = {}
-        """Tokens sent to each row that its tree did not have."""
+        """Number of tokens inserted into each row's tree."""
 
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """See ``Policy``."""
+        """Return the row with the longest prefix, or the least loaded one if loads differ much."""
         loads = fleet.num_requests[rows]
         least, most = loads.min(), loads.max()
         if most - least > self.BALANCE_ABS and most > self.BALANCE_REL * least:
@@ -52,11 +52,11 @@ class SglangCacheAware:
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """See ``Policy``: the one with the fewest requests."""
+        """Return the row with the fewest requests."""
         return int(rows[int(np.argmin(fleet.num_requests[rows]))])
 
     def note_placed(self, question: Question, row: int) -> None:
-        """See ``Policy``."""
+        """Insert the prompt's blocks into the row's tree."""
         hits = np.zeros(row + 1, np.int64)
         for chain in question.chains:
             self._tree.match(chain, hits)
@@ -65,7 +65,7 @@ class SglangCacheAware:
         self._sizes[row] = self._sizes.get(row, 0) + fresh
 
     def forget(self, row: int) -> None:
-        """See ``Policy``."""
+        """Forget the row's tree."""
         self._tree.note_cleared(row)
         self._sizes.pop(row, None)
 
@@ -90,7 +90,7 @@ class DynamoCost:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """See ``Policy``."""
+        """Return the row with the least sum of blocks to prefill and to decode."""
         size = fleet.block_size[rows]
         incoming = question.prompt_len / size
         prefill = fleet.queued_tokens[rows] / size + incoming - hits[rows] / size
@@ -100,11 +100,11 @@ class DynamoCost:
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """See ``Policy``: there it gives no credit for blocks held."""
+        """Return the row with the least cost, without credit for blocks that it holds."""
         return int(rows[int(np.argmin(fleet.decode_tokens[rows] / fleet.block_size[rows]))])
 
     def note_placed(self, question: Question, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers no decisions."""
 
     def forget(self, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers nothing of a row."""

@@ -28,20 +28,20 @@ class RandomChoice:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """See ``Policy``."""
+        """Return a random row."""
         return int(rows[self._draw() % len(rows)])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """See ``Policy``."""
+        """Return a random row."""
         return int(rows[self._draw() % len(rows)])
 
     def note_placed(self, question: Question, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers no decisions."""
 
     def forget(self, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers nothing of a row."""
 
     def _draw(self) -> int:
         mask = (1 << 64) - 1
@@ -63,22 +63,22 @@ class RoundRobin:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """See ``Policy``."""
+        """Return the next row in turn for prefill."""
         self._last_prefill = _find_next(rows, self._last_prefill)
         return self._last_prefill
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """See ``Policy``."""
+        """Return the next row in turn for decode."""
         self._last_decode = _find_next(rows, self._last_decode)
         return self._last_decode
 
     def note_placed(self, question: Question, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the turn was advanced by the choice."""
 
     def forget(self, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers nothing of a row."""
 
 
 def _find_next(rows: IntColumn, last: int) -> int:
@@ -94,20 +94,20 @@ class LeastLoaded:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """See ``Policy``."""
+        """Return the row with the fewest queued tokens."""
         return _find_least(rows, fleet.queued_tokens[rows], fleet.num_decoding[rows])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """See ``Policy``."""
+        """Return the row with the fewest decoding requests."""
         return _find_least(rows, fleet.num_decoding[rows], fleet.used_blocks[rows])
 
     def note_placed(self, question: Question, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers no decisions."""
 
     def forget(self, row: int) -> None:
-        """See ``Policy``."""
+        """Do nothing: the policy remembers nothing of a row."""
 
 
 class PrefixAware(LeastLoaded):
@@ -119,13 +119,13 @@ class PrefixAware(LeastLoaded):
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """See ``Policy``."""
+        """Return the row with the fewest tokens to compute after its cached prefix."""
         return _find_least(rows, fleet.queued_tokens[rows] - hits[rows], fleet.num_decoding[rows])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """See ``Policy``."""
+        """Return the row with the least load, counting only blocks that it does not hold."""
         needed = fleet.used_blocks[rows] - hits[rows] // fleet.block_size[rows]
         return _find_least(rows, fleet.num_decoding[rows], needed)
 
