@@ -40,7 +40,7 @@ class AdapterTable:
         self._identity = identity
         self._folder = folder
         self._lock = threading.Lock()
-        """Before the engine's."""
+        """Lock of this table; always taken before the engine's lock."""
         engine.on_adapter_unused = self._free
 
     def load_first(
@@ -58,7 +58,7 @@ class AdapterTable:
         return loaded, failures
 
     def load(self, source: AdapterSource, *, is_confined: bool = False) -> AdapterInfo:
-        """Load an adapter; once loaded, it is only looked up.
+        """Load an adapter, unless it is loaded already.
 
         Args:
             source: where it is.

@@ -58,7 +58,7 @@ class BoundedFile:
 
     @property
     def is_open(self) -> bool:
-        """True until it is full, failed or closed."""
+        """True until the file is full, failed or closed."""
         return self._file is not None
 
     def close(self) -> None:

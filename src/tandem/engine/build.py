@@ -60,7 +60,7 @@ class BuiltEngine(NamedTuple):
     info: InstanceInfo
     model: CausalModel | OwnModel
     identity: KvIdentity
-    """Decides which instances may share KV."""
+    """Identity of the KV, which decides if instances may share blocks."""
     prefixes: PrefixIndex
     cache: PagedKvCache
     states: StateCache | None
@@ -68,12 +68,12 @@ class BuiltEngine(NamedTuple):
     windows: WindowLayout | None
     """Windows of ``cache.windows``; None: there are no blocks of layers with a window alone."""
     planner: CostTierPlanner | None
-    """Decides about loads; None without tiers."""
+    """Planner that decides about loads; None without tiers."""
     experts: ExpertLog | None
-    """Counts chosen experts; None where the model's layers do not tell them."""
+    """Counts of the experts that tokens chose; None if the model's layers do not report them."""
 
     def read_expert_hits(self) -> Statistics:
-        """Return how many chosen experts their cache held, and how many it did not."""
+        """Return how many of the chosen experts the expert cache held, and how many it did not."""
         if isinstance(self.model, OwnModel):
             return Statistics()
         hits, misses = self.model.count_expert_hits()
@@ -286,7 +286,7 @@ def _make_states(
 
 
 def _open_expert_log(model: CausalModel | OwnModel, trace: str) -> ExpertLog | None:
-    """Return what counts a model's choices of experts.
+    """Return the log that counts a model's choices of experts, or None.
 
     Raises: ConfigError (a trace of a model that tells no choices, or no such file can be made).
     """

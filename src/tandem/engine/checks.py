@@ -8,10 +8,9 @@ from tandem.core.wire import AddRequest, Continuation, Pooling, PrefillKv, Sampl
 __all__ = ["RequestChecks"]
 
 MAX_LOGIT_BIAS = 1024
-"""Entries; each costs a Python operation per token."""
+"""Largest number of logit biases of a request; each costs a Python operation per token."""
 MAX_BIAS = 1e6
-"""Largest bias of a token; beyond it, it would be the only one or never chosen, and float32 has an
-end."""
+"""Largest absolute logit bias; a larger one would force or exclude the token just the same."""
 
 
 class RequestChecks:

@@ -151,7 +151,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step: as asked for or planned, or what is taken where nobody measured."""
+        """Token budget of a step: the setting, the planned value, or a default if nothing was
+        measured.
+        """
         return self.max_batch_tokens or max(DEFAULT_STEP_TOKENS, self.max_running)
 
     @property

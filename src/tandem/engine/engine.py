@@ -82,31 +82,31 @@ logger = logging.getLogger(__name__)
 NOTHING = StepInput([])
 
 RESTORED_TOKENS = 512
-"""Computed at a time where a failed step has spoilt a state: rare, so a small step will do."""
+"""Tokens computed per step when a failed step's state is recomputed; this is rare."""
 NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
 MAX_STEP_RECORDS = 256
-"""Remembered while nobody is told."""
+"""Largest number of step records kept until ``take_steps`` is called."""
 MAX_ENDED_PREFILLS = 4096
-"""Remembered, so that who asks after the end of a hold does not wait for it to begin."""
+"""Ended prefills remembered, so that a late question is answered and does not wait."""
 
 
 @dataclass(slots=True)
 class _Live:
-    """The part that the engine remembers of a request beside the scheduler's state."""
+    """The engine's record of a live request, beside the scheduler's state."""
 
     request: Request
     seed: int
-    """Concrete: a request without one gets a fresh seed when it is accepted."""
+    """Seed of the random stream; drawn at acceptance if the request has none."""
     stop_ids: frozenset[int]
-    """Ids that end it: the model's own, unless the request ignores them, and the request's."""
+    """Token ids that end the request: the model's, unless ignored, and the request's."""
     is_started: bool = False
-    """The runner has its sampling state."""
+    """True if the runner has the request's sampling state."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     pooled: bytes | None = None
     """Sum over the prompt's tokens but the first."""
     has_reported: bool = False
-    """Its first output, the one with the prompt's facts, is out."""
+    """True if the first output, with the prompt's facts, was sent."""
 
 
 class _HoldFacts(TypedDict, total=False):
@@ -129,23 +129,23 @@ class MissingBlocks(NamedTuple):
     """The blocks of a prompt that the device lacks."""
 
     num_cached: int
-    """Leading full blocks that it has."""
+    """Number of leading full blocks that the device holds."""
     keys: list[bytes]
     """Keys of those that follow, but for one that ends with the last token, which is computed."""
     cached_keys: list[bytes]
-    """Keys of those that it has."""
+    """Keys of the blocks that the device holds."""
 
 
 class PrefillView(NamedTuple):
-    """The blocks of a request that only prefills which have their KV."""
+    """The blocks of a prefill-only request whose KV is computed."""
 
     request: Request
     is_held: bool
-    """It has ended, and its blocks are held."""
+    """True if the request has ended and its blocks are held."""
     block_ids: tuple[int, ...]
-    """By position, as many as ``num_blocks``."""
+    """Block ids by position; ``num_blocks`` of them."""
     num_complete: int
-    """Leading blocks with all layers."""
+    """Number of leading blocks with the KV of all layers."""
     num_blocks: int
     """Leading blocks with ``num_layers`` layers, at least ``num_complete``."""
     num_layers: int
@@ -153,19 +153,19 @@ class PrefillView(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class EngineStep:
-    """A step that was planned; see ``Engine.plan_step``."""
+    """A planned step; see ``Engine.plan_step``."""
 
     plan: StepPlan
     outputs: list[RequestOutput]
-    """The outputs known when it was planned."""
+    """Outputs known when the step was planned."""
     message: StepInput = NOTHING
-    """The work of the runner, from ``Engine.start_step`` on."""
+    """Input of the runner, set by ``Engine.start_step``."""
     begin_s: float = 0.0
     """The moment at which ``Engine.start_step`` was called, seconds on the engine's clock."""
 
 
 class StepObserver(Protocol):
-    """Learns from the time that steps take."""
+    """Observer of the durations of steps."""
 
     def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
         """Take in one step; under the engine's lock, so it returns at once."""
@@ -210,7 +210,7 @@ class Engine:
         self._prefilling: dict[str, ScheduledSequence] = {}
         """Sequences of the running step whose blocks another instance may be reading."""
         self._ended_prefills: OrderedDict[str, None] = OrderedDict()
-        """Ids of the last ones, held or not."""
+        """Ids of the last prefills that ended, held or not."""
         self._num_layers_done = 0
         self._observer = observer
         if timelines is None:
@@ -221,24 +221,25 @@ class Engine:
         self._eos_token_ids = eos_token_ids
         self._live: dict[str, _Live] = {}
         self._ended: list[int] = []
-        """Sequences that have ended, whose sampling state the runner still has."""
+        """Ids of ended sequences whose sampling state the runner still has."""
         self._is_overlapped = is_overlapped
         self._running: tuple[EngineStep, StepHandle] | None = None
-        """With overlap, the step that runs between two calls of ``step``."""
+        """Step that runs between two calls of ``step``, with overlap."""
         self._pending: list[RequestOutput] = []
         self._adapters: dict[str, int] = {}
-        """By digest of a LoRA adapter, its requests that have not ended."""
+        """Number of live requests of each LoRA adapter, by digest."""
         self._leaving: set[str] = set()
-        """Adapters that take no further requests."""
+        """Digests of adapters that take no further requests."""
         self._unused: list[str] = []
-        """Those of them whose last request has just ended."""
+        """Digests of removed adapters whose last request has just ended."""
         self.on_adapter_unused: Callable[[str], None] | None = None
-        """Told so, without the lock; any thread."""
+        """Callback for each removed adapter without requests; called without the lock, on any
+        thread."""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self.counters = Statistics()
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
-        """Those since ``take_steps``."""
+        """Step records since the last ``take_steps``."""
 
     def attach_transfers(self, transfers: BlockTransfers) -> None:
         """Set what moves blocks to and from lower tiers; before the first step. Not owned."""
@@ -300,14 +301,16 @@ class Engine:
             return PrefillView(request, False, block_ids, num_complete, num_blocks, num_layers)
 
     def has_ended_prefill(self, request_id: str) -> bool:
-        """Return True if a request that only prefilled has ended here lately. Any thread.
+        """Return True if a prefill-only request has ended here recently. Any thread.
 
         With ``find_prefill`` None its blocks are not held any more: it is not still to come.
         """
         return request_id in self._ended_prefills
 
     def _count_blocks(self, request: Request, num_tokens: int) -> int:
-        """Blocks that so many tokens fill; the last one of a prompt need not be full."""
+        """Return the number of blocks that a number of tokens fills; a prompt's last block may
+        be partial.
+        """
         size = self._scheduler.block_size
         return -(-num_tokens // size) if num_tokens == request.prompt_len else num_tokens // size
 
@@ -429,7 +432,7 @@ class Engine:
             return self._scheduler.flush_cache()
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Report loads that ended with content; see ``Scheduler.load_done``. Any thread."""
+        """Report blocks whose load ended with valid content. Any thread."""
         with self._lock:
             self._scheduler.load_done(request, block_ids)
             self._timelines.note_loaded(request, block_ids, self._clock.now_s())
@@ -438,7 +441,7 @@ class Engine:
     def load_failed(
         self, request: Request, block_ids: Sequence[int], reason: str = "failed"
     ) -> None:
-        """Report loads that ended without; see ``Scheduler.load_failed``. Any thread."""
+        """Report blocks whose load failed; the request computes them. Any thread."""
         with self._lock:
             self._scheduler.load_failed(request, block_ids)
             self._timelines.note_load_failed(request, block_ids, reason, self._clock.now_s())
@@ -528,7 +531,7 @@ class Engine:
         return outputs
 
     def _finish(self, step: EngineStep, handle: StepHandle) -> list[RequestOutput]:
-        """Wait for a step and record it."""
+        """Wait for a step to end and record its result."""
         try:
             result = self._runner.finish(handle)
         except Exception as error:  # A process edge: requests must end.
@@ -571,7 +574,7 @@ class Engine:
         return results, failures
 
     def _restore_states(self, message: StepInput, requests: Mapping[int, Request]) -> None:
-        """Compute the states again that a step begins with, but for those that it loads."""
+        """Recompute the states with which a step begins, except those that it loads."""
         loaded = {copy.target for copy in message.state_loads}
         for sequence in message.sequences:
             if sequence.state_slot == NO_SLOT or sequence.state_slot in loaded:
@@ -829,7 +832,7 @@ class Engine:
         )
 
     def _describe_prompt(self, live: _Live) -> "_PromptFacts":
-        """Return the prompt's facts, which go with the first output and the last."""
+        """Return the facts about the prompt that the first and the last output carry."""
         request = live.request
         if live.has_reported and not request.is_finished:
             return {}
@@ -872,7 +875,7 @@ def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:
-    """All that a decode instance must know to go on after a prefill."""
+    """Return the hold's facts that a decode instance needs to continue after a prefill."""
     request = live.request
     if request.finish_reason is not FinishReason.PREFILLED:
         return {}

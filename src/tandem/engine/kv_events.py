@@ -52,7 +52,7 @@ WINDOW_KIND = "sliding_window"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP_TIMEOUT_S = 5.0
 FLUSH_S = 0.01
-"""Events are gathered for so long into one message."""
+"""Seconds for which events are gathered into one message."""
 
 
 class KvEventPublisher:
@@ -120,7 +120,7 @@ class KvEventPublisher:
     # Reports from the prefix index, on the engine's thread.
 
     def note_stored(self, node: PrefixNode) -> None:
-        """Publish that a block is there."""
+        """Publish that a block is cached."""
         self._add_stored(node, **self._name_group(KV_GROUP, self._kv_kind))
 
     def _add_stored(self, node: PrefixNode, **group: Any) -> None:
@@ -143,16 +143,16 @@ class KvEventPublisher:
         )
 
     def note_removed(self, key: bytes) -> None:
-        """See ``IndexObserver``."""
+        """Publish that a block is no longer cached."""
         group = self._name_group(KV_GROUP, self._kv_kind)
         self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM, **group)
 
     def note_cleared(self) -> None:
-        """See ``IndexObserver``."""
+        """Publish that all blocks were dropped."""
         self._add("AllBlocksCleared")
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """See ``IndexObserver``."""
+        """Publish that a state is cached."""
         if self._config.encoding != "map":
             return
         tokens = _unpack_tokens(snapshot.tail)
@@ -169,7 +169,7 @@ class KvEventPublisher:
         )
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """See ``IndexObserver``."""
+        """Publish that a state is no longer cached."""
         if self._config.encoding == "map":
             group = self._name_group(STATE_GROUP, STATE_KIND)
             hashes = [self._hash(snapshot.key)]
@@ -182,7 +182,7 @@ class KvEventPublisher:
             self._add_stored(node, **group, kv_cache_spec_sliding_window=self._window)
 
     def note_window_removed(self, key: bytes) -> None:
-        """Publish that the same KV is gone."""
+        """Publish that a block's KV of the window layers is no longer cached."""
         if self._config.encoding == "map":
             group = self._name_group(WINDOW_GROUP, WINDOW_KIND)
             self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM, **group)

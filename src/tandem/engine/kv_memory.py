@@ -24,7 +24,7 @@ __all__ = ["KvExtents", "KvMemory"]
 logger = logging.getLogger(__name__)
 
 EXTENT_BYTES = 32 << 20
-"""Reserved at a time. The first step that uses an extent waits until it is zeroed."""
+"""Bytes reserved at a time. The first step that uses an extent waits until it is zeroed."""
 
 KEEP_FREE_BYTES = 256 << 20
 """Left to the other needs of this process and of the machine: below it the kernel ends processes
@@ -70,7 +70,7 @@ class KvExtents:
         self._is_short = False
 
     def reserve_blocks(self, num_blocks: int) -> int:
-        """See ``BlockMemory``. Logs when memory runs short, and when it does no more."""
+        """Reserve memory for the first blocks; log when memory runs short and when that ends."""
         wanted = min(num_blocks * self._block_bytes, self._size_bytes)
         try:
             while (begin := self._memory.reserved_bytes) < wanted:

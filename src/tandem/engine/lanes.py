@@ -30,7 +30,7 @@ KNOWN_MACHINE = "xeon6430-4090"
 
 
 class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts of a model on the host, and when the device computes them."""
+    """The plan of how host and device share the routed experts."""
 
     max_uploads: int
     """Experts of a layer that a decode step uploads at most."""
@@ -44,16 +44,18 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of a step from which its experts are streamed; 0: never."""
     stream_reason: str
     host_s: float
-    """Seconds of an expert on the host, until they are measured."""
+    """Assumed seconds of an expert on the host, until it is measured."""
     upload_s: float
-    """The same of one that is uploaded."""
+    """Assumed seconds of an uploaded expert, until it is measured."""
 
     def make_split(self) -> LaneSplit | None:
-        """Return what divides a step's experts; None: the host has all."""
+        """Return the splitter of a step's experts between device and host; None: the host has
+        all.
+        """
         return LaneSplit(self.host_s, self.upload_s) if self.max_uploads else None
 
     def tell(self) -> list[tuple[str, str, str]]:
-        """Return (what, value, why) for a table."""
+        """Return (item, value, reason) for the plan's table."""
         uploads = f"up to {self.max_uploads} a layer" if self.max_uploads else "none"
         why = "model.max_uploads; how many is learnt while both run"
         streamed = f"from {self.stream_tokens} tokens on" if self.stream_tokens else "never"

@@ -21,7 +21,7 @@ DEFAULT_FRACTION = 0.4
 weights are mapped through, and the user's other programs need the rest."""
 
 SLOTS_PER_REQUEST = 4
-"""The state of a running request, and as kept ones: at its last message, and of others before."""
+"""State slots per running request: one for its state, the others for snapshots."""
 
 KEPT_WINDOW_TOKENS = 2048
 """Tokens of KV for each of which there is room for one window that is kept: about a turn of a chat,
@@ -39,7 +39,7 @@ class WindowPlan(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all blocks."""
+        """Bytes of all window blocks."""
         return self.num_blocks * self.block_bytes
 
 
@@ -57,7 +57,7 @@ class KvPlan(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all blocks but those of ``windows``."""
+        """Bytes of all blocks except those of ``windows``."""
         return self.num_blocks * self.block_bytes
 
 
@@ -209,7 +209,7 @@ def plan_kv_cache(
 def _count_affordable(
     config: EngineConfig, budget: int, block_bytes: int, windows: WindowLayout | None
 ) -> int:
-    """Return how many blocks a budget has room for, with the windows that go with them."""
+    """Return the number of blocks that fit a budget, with the window blocks that belong to them."""
     if windows is None:
         return budget // block_bytes
     own_bytes = windows.layout.bytes_per_block

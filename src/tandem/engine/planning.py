@@ -70,15 +70,15 @@ PROMPT_TOKENS = 4096
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted speeds of one user on this machine, by the cost model and its calibration."""
+    """Predicted speeds for one user on this machine, from the cost model and its calibration."""
 
     prompt_tokens: int
     prefill_rate: float
-    """Tokens of the prompt a second."""
+    """Prefill speed, tokens a second."""
     decode_rate: float
-    """Tokens a second after it."""
+    """Decode speed after that prompt, tokens a second."""
     chunk_rates: dict[int, float]
-    """Tokens of the prompt a second, by tokens of a step."""
+    """Prefill speed in tokens a second, by the token budget of a step."""
     format_rates: dict[str, float]
     """Tokens a second in decode, by the format of routed experts, or of all matrices of a model
     without."""
@@ -94,7 +94,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     windows: WindowLayout | None = None
     """Windows of the blocks of layers with a window; None: they have none of their own."""
     config: EngineConfig
-    """With everything filled in that was left open."""
+    """Engine settings with every automatic value filled in."""
     kv: KvPlan
     states: StatePlan | None
     """None: no layer has a state."""
@@ -112,16 +112,16 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def operator_threads(self) -> dict[str, int]:
-        """Threads by what computes."""
+        """Number of threads for each kind of computation."""
         names = ["attention", "matrices", *(["routed experts"] if self.model.spec.is_moe else [])]
         return {**dict.fromkeys(names, self.config.threads), "torch": self.torch_threads}
 
     def rejected_rows(self) -> list[tuple[str, str, str]]:
-        """Return (what, value, why not) for a table."""
+        """Return (item, value, reason against it) for a table."""
         return [(choice.what, choice.value, choice.reason) for choice in self.rejected]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return (what, value, why) for a table."""
+        """Return (item, value, reason) for a table."""
         model, spec, kv = self.model, self.model.spec, self.kv
         begin = [
             ("model", model.folder, spec.architecture),
@@ -222,7 +222,7 @@ def plan_engine(
     num_siblings: int = 1,
     is_shared: bool = False,
 ) -> EnginePlan:
-    """Decide what 0 and ``auto`` leave open.
+    """Decide the settings that are 0 or ``auto``.
 
     Args:
         model_config: what to load.
@@ -391,7 +391,7 @@ def _check_device_weights(model: ModelPlan, free_bytes: int, left_bytes: int) ->
 
 
 def count_users(planned: EnginePlan, rate: float) -> int:
-    """Return how many users get so many tokens a second each; 0 where it is not known.
+    """Return the number of users that each get a token rate; 0 where it is not known.
 
     Args:
         planned: of the engine.
@@ -516,7 +516,7 @@ def _choose_torch_threads(threads: int, model: ModelPlan) -> tuple[int, str]:
 
 
 def _count_available(topology: _native.Topology) -> int:
-    """Bytes free now, as the machine and the control group see it."""
+    """Return the bytes of memory that are free now, in the machine and the control group."""
     left = topology.limits.memory_left_bytes
     if left is None:
         left = topology.limits.memory_limit_bytes
@@ -588,7 +588,7 @@ def _reject_steps(chosen: int, forecast: Forecast | None) -> list[Choice]:
 
 
 def _reject_formats(model: ModelPlan, shape: ModelShape, forecast: Forecast | None) -> list[Choice]:
-    """Tell the coarser formats of the matrices that a step reads most of."""
+    """Return the coarser weight formats that were rejected, with the speed each would bring."""
     is_moe = shape.expert_weights > 0
     held = place_served(model, chunk_tokens=1)
     current = held.expert_bytes if is_moe else held.dense_bytes

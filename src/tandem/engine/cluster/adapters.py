@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterMember(Protocol):
-    """An instance, over all its restarts."""
+    """An instance as the adapter table sees it, over all its restarts."""
 
     @property
     def name(self) -> str:
-        """Unique in the cluster."""
+        """Name of the instance, unique in the cluster."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class AdapterMember(Protocol):
         ...
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
-        """Set the adapters of its next start."""
+        """Set the adapters that the instance loads at its next start."""
         ...
 
     async def call(self, method: InstanceMethod[Req, Res], request: Req) -> Res:
@@ -53,7 +53,7 @@ class AdapterMember(Protocol):
 
 
 class ClusterAdapters:
-    """See above.
+    """The table of LoRA adapters that a cluster serves, by name.
 
     Args:
         members: all instances; borrowed.
@@ -72,10 +72,10 @@ class ClusterAdapters:
         self._count_live = count_live
         self._table: dict[str, AdapterInfo] = {}
         self._leaving: set[str] = set()
-        """Digests without a name whose requests have not all ended."""
+        """Digests of adapters that are no longer served but still have live requests."""
         self._has_begun = False
         self._lock = asyncio.Lock()
-        """Held by one change at a time."""
+        """Lock that serialises changes of the table."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -84,7 +84,7 @@ class ClusterAdapters:
         return self._table
 
     def begin(self, sources: Sequence[AdapterSource]) -> None:
-        """Take in what the instances have loaded at their start.
+        """Fill the table with the adapters that the instances loaded at their start.
 
         Raises: ConfigError (more than ``max_adapters``); PeerLostError (one of ``sources`` could
             not be loaded, or not the same everywhere).
@@ -160,12 +160,14 @@ class ClusterAdapters:
             return info
 
     def note_serving(self, member: AdapterMember) -> None:
-        """Take in that an instance serves: make up for what changed while it started."""
+        """Load or unload adapters on an instance that serves again, so that it matches the
+        table.
+        """
         if self._has_begun:
             self._run(self._bring_in_line(member))
 
     def note_end(self, request: AddRequest) -> None:
-        """Take in that a request has ended."""
+        """Free an adapter that is no longer served when its last request has ended."""
         digest = request.adapter
         if digest in self._leaving and not self._count_live(digest):
             self._run(self._unload(digest))
@@ -236,7 +238,8 @@ class ClusterAdapters:
                     )
 
     async def _withdraw(self, lost: Mapping[str, TandemError]) -> None:
-        """Serve names no more that an instance cannot have: what is listed is served everywhere.
+        """Stop serving adapters that an instance failed to load: each served name is served
+        everywhere.
 
         Their files were replaced or removed since they were loaded. Another content under the same
         name is another model, which the admin decides on.

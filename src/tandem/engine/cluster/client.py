@@ -66,10 +66,10 @@ logger = logging.getLogger(__name__)
 
 MAX_JOURNAL_BYTES = 1 << 30
 DRAIN_S = 30.0
-"""Seconds that the requests of an instance get to end before it is restarted or removed."""
+"""Seconds that an instance's requests may take to end before it is restarted or removed."""
 IDLE_LOOK_S = 0.05
 STATS_TIMEOUT_S = 1.5
-"""Seconds of one instance; the others are summed without it then."""
+"""Time-out of one instance's statistics, seconds; after it the sum leaves that instance out."""
 
 
 def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec]:
@@ -175,7 +175,7 @@ class ClusterClient:
     ) -> None:
         self._begins_asleep = is_asleep
         self.gate: Callable[[], AbstractAsyncContextManager[None]] | None = None
-        """Passed by each request before it is submitted; None: there is none."""
+        """Gate that each request passes before it is submitted; None: there is none."""
         self._prefix = prefix
         self._on_stage = on_stage
         self._is_staggered = is_staggered and len(specs) > 1
@@ -200,10 +200,10 @@ class ClusterClient:
         self._is_balanced = config.roles == "load"
         self._balancing: asyncio.Task[None] | None = None
         self.num_role_switches = 0
-        """Changes of a role that the conductor asked for."""
+        """Number of role changes that the conductor asked for."""
         self._entered: list[ClusterMember] = []
         self._dropping: dict[ClusterMember, asyncio.Task[None]] = {}
-        """Instances that are leaving."""
+        """Instances that are leaving the cluster, with the task of each."""
         self._was_ready = False
         self._last_info: InstanceInfo | None = None
 
@@ -291,7 +291,7 @@ class ClusterClient:
 
     @property
     def last_info(self) -> InstanceInfo | None:
-        """The same as ``info``; while no instance serves, of the one that served last."""
+        """Facts of the instance that serves, or of the one that served last."""
         return self._last_info
 
     @property
@@ -339,12 +339,12 @@ class ClusterClient:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """The number of times that requests went on elsewhere since start, by reason."""
+        """Number of times since start that requests moved to another instance, by reason."""
         return dict(self._dispatcher.fallbacks)
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self._dispatcher.num_live
 
     async def wait_ready(self) -> InstanceInfo:
@@ -375,7 +375,7 @@ class ClusterClient:
             return await self._dispatcher.submit(request)
 
     async def stats(self) -> InstanceStats:
-        """Return the sum over all instances; raises PeerLostError while none answers."""
+        """Return the summed statistics of all instances; raises PeerLostError if none answers."""
         asked = [member for member in self._members if member.info is not None]
         if not asked:
             raise PeerLostError("engine.stats", "no instance serves")
@@ -428,7 +428,7 @@ class ClusterClient:
         return self._add_predictions(found)
 
     def _add_predictions(self, found: list[InstanceTimeline]) -> list[InstanceTimeline]:
-        """Put what was predicted for each request into its first entry."""
+        """Add the times predicted for each request to its first timeline entry."""
         seen: set[str] = set()
         told: list[InstanceTimeline] = []
         for each in found:
@@ -470,7 +470,7 @@ class ClusterClient:
         await asyncio.gather(*(member.supervisor.sleep() for member in self._members))
 
     async def evict(self) -> None:
-        """Give up what ``sleep`` has prepared."""
+        """Discard what ``sleep`` has prepared for the next start."""
         await asyncio.gather(*(member.supervisor.evict() for member in self._members))
 
     async def wake(self) -> InstanceInfo:
@@ -494,7 +494,8 @@ class ClusterClient:
     # ---------------------------------------------------------------- instances
 
     async def set_role(self, name: str, role: InstanceRole) -> None:
-        """Change what an instance is for while it serves; what it has begun it ends.
+        """Change the role of an instance while it serves; requests that it has begun continue
+        there.
 
         Raises: NotFoundError; UnsupportedError (instances of this cluster do not read each other).
         """
@@ -515,7 +516,9 @@ class ClusterClient:
             self._note_change(other)
 
     async def _keep_balanced(self) -> None:
-        """Change roles as the conductor says; one that cannot be changed now is tried later."""
+        """Carry out the conductor's role changes for ever; a change that fails is tried again
+        later.
+        """
         while True:
             await asyncio.sleep(ROLE_LOOK_S)
             now_s = asyncio.get_running_loop().time()
@@ -530,7 +533,7 @@ class ClusterClient:
                 logger.warning("event=role_kept instance=%s reason=%s", change.instance, error.what)
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
-        """Send an instance no new requests, or send it some again; returns at once.
+        """Stop or resume sending new requests to an instance; return at once.
 
         Raises: NotFoundError.
         """
@@ -599,7 +602,7 @@ class ClusterClient:
         await self._drop(member)
 
     async def _drop(self, member: ClusterMember) -> None:
-        """Let an instance leave; to its end, even if whoever asked for it is gone meanwhile."""
+        """Remove an instance from the cluster; this continues even if the caller is cancelled."""
         task = self._dropping.get(member)
         if task is None:
             task = self._dropping[member] = asyncio.create_task(self._drop_wholly(member))

@@ -64,7 +64,7 @@ class Port(Protocol):
 
     @property
     def ref(self) -> InstanceRef:
-        """Its present run."""
+        """The present run of the instance."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class Port(Protocol):
 
     @property
     def load(self) -> LoadCount:
-        """The load of its present run; asked for only while it serves."""
+        """The load of the instance's present run; read only while it serves."""
         ...
 
     @property
@@ -106,26 +106,26 @@ class Port(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LegRecord:
-    """An instance that a request was sent to."""
+    """An instance that a request was sent to, with the time."""
 
     instance: str
     leg_id: str
     sent_s: float
-    """After the request was submitted."""
+    """Time at which the submission of the request had ended, seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """The first decision for a request, and what came of it."""
+    """The first placement decision for a request, and its outcome."""
 
     decision: Decision
     at_s: float
     first_token_s: float | None = None
-    """After the decision; None while there is none."""
+    """Seconds from the decision to the first token; None while there is none."""
 
 
 class _Past(NamedTuple):
-    """An ended request."""
+    """The record of an ended request."""
 
     legs: list[LegRecord]
     choice: Choice | None
@@ -138,7 +138,7 @@ class _Live:
     begin_s: float
     accepted: "asyncio.Future[None]"
     state: State | None = None
-    """The same as it was logged last."""
+    """The state that was logged last."""
     legs: list[LegRecord] = field(default_factory=list[LegRecord])
     tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict[str, "asyncio.Task[None]"])
     """Calls under way that submit a leg, by its id."""
@@ -147,9 +147,9 @@ class _Live:
     )
     """The load count that each leg was added to when it was sent, and its number there."""
     question: Question | None = None
-    """Made for the first decision, and kept for later ones."""
+    """Question to the conductor, made for the first decision and reused for later ones."""
     decision: Decision | None = None
-    """The latest one."""
+    """Latest decision of the conductor."""
     choice: "Choice | None" = None
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf
@@ -189,19 +189,19 @@ class Dispatcher:
         self._max_history = max_history
         self._live: dict[str, _Live] = {}
         self._unplaced: dict[str, tuple[_Live, Place]] = {}
-        """In the order in which they began to wait for an instance."""
+        """Requests without an instance, in the order in which they began to wait."""
         self._history: OrderedDict[str, _Past] = OrderedDict()
         self._calls: set[asyncio.Task[None]] = set()
         self.on_end: Callable[[AddRequest], None] | None = None
-        """Called with each request that has ended."""
+        """Callback for each request that has ended."""
         self._outage_begin_s: float | None = None
-        """Since when no instance serves, all having served; None: one does."""
+        """Time since which no instance serves, after all had served; None while one serves."""
         self.fallbacks: dict[str, int] = {}
-        """Since start, by reason."""
+        """Number of fallbacks since start, by reason."""
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._live)
 
     def count_live(self, adapter: str) -> int:
@@ -235,7 +235,7 @@ class Dispatcher:
         return live.stream
 
     def note_change(self) -> None:
-        """Record that an instance serves or not, or can read another; place waiting requests."""
+        """Place waiting requests after a change of the instances that serve or can be read."""
         for port in self._ports.values():
             self._placing.sync(port)
         if self._placing.num_serving:
@@ -252,7 +252,7 @@ class Dispatcher:
         self.note_change()
 
     def remove_port(self, name: str) -> None:
-        """Forget an instance that nothing is held at."""
+        """Forget an instance at which no request has a leg or held blocks."""
         assert not self.count_at(name), f"{name} has requests"
         del self._ports[name]
         self._placing.forget(name)
@@ -263,14 +263,14 @@ class Dispatcher:
         self.note_change()
 
     def count_at(self, name: str) -> int:
-        """Return how many requests have something at an instance: a leg, or held blocks."""
+        """Return the number of requests with a leg or held blocks at an instance."""
         return sum(
             any(leg.instance.name == name for leg in live.states.held.values())
             for live in self._live.values()
         )
 
     def list_legs(self, request_id: str) -> list[LegRecord]:
-        """Return where a request was sent, in that order; empty if it is forgotten."""
+        """Return the instances that a request was sent to, in order; empty if it is forgotten."""
         live = self._live.get(request_id)
         past = self._history.get(request_id) if live is None else live
         return [] if past is None else list(past.legs)
@@ -292,7 +292,7 @@ class Dispatcher:
 
     @property
     def conductor(self) -> Conductor:
-        """Chooses the instances, and knows how they fare."""
+        """The conductor, which chooses instances for requests."""
         return self._placing.conductor
 
     # ---------------------------------------------------------------- states
@@ -306,7 +306,7 @@ class Dispatcher:
         self._run(live, live.states.take(message, asyncio.get_running_loop().time()))
 
     def _run(self, live: _Live, actions: Sequence[Action]) -> None:
-        """Execute actions, those that their answers ask for included."""
+        """Execute actions, and those that follow from their outcomes."""
         todo = list(actions)
         while todo:
             todo[:1] = self._execute(live, todo[0])
@@ -446,9 +446,7 @@ class Dispatcher:
             self.conductor.note_first_token(live.request.request_id, now_s)
 
     def _is_long_outage(self, now_s: float) -> bool:
-        """Return True if the requests that waited since the last instance was lost have given
-        up.
-        """
+        """Return True if no instance has served for longer than a request may wait for one."""
         begin_s = self._outage_begin_s
         return begin_s is not None and now_s - begin_s >= self._limits.recovery_s
 
@@ -476,7 +474,7 @@ class Dispatcher:
         return port if port.ref == leg.instance and port.info is not None else None
 
     def _sync(self, leg: Leg) -> None:
-        """Look whether an instance still serves: it may just have ended."""
+        """Update the conductor on an instance, which may just have stopped serving."""
         self._placing.sync(self._ports[leg.instance.name])
 
     def _require(self, leg: Leg) -> Port:
@@ -530,7 +528,7 @@ class Dispatcher:
 
 
 def _uncount(live: _Live, leg_id: str) -> None:
-    """Stop to count a leg that was refused or is over, whatever its instance tells."""
+    """Stop counting a leg that was refused or has ended, whatever its instance reports."""
     load, number = live.counts.pop(leg_id, (None, 0))
     if load is not None:
         load.note_over(number)

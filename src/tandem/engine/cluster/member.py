@@ -25,7 +25,7 @@ Res = TypeVar("Res")
 logger = logging.getLogger(__name__)
 
 LINK_PAUSE_S = 1.0
-"""Before a failed attempt to open a peer is repeated."""
+"""Seconds between two attempts to open a peer."""
 
 
 class ClusterMember:
@@ -55,12 +55,13 @@ class ClusterMember:
         self._role: InstanceRole = spec.role
         self._name = spec.name
         self.spec = spec
-        """The specification that it was started with first; its role may have changed since."""
+        """Specification with which the instance was first started; its role may have changed
+        since."""
         self._was_ready = False
         self._links: dict[str, InstanceRef] = {}
-        """Runs of the instances that were opened in this run of ours."""
+        """Runs of other instances that this run has opened for reading, by name."""
         self.refusals: dict[str, str] = {}
-        """Why blocks of an instance are not read, by its name."""
+        """Reasons why blocks of other instances are not read, by instance name."""
         self._linking: dict[str, asyncio.Task[None]] = {}
         self.supervisor = InstanceSupervisor(
             spec,
@@ -84,7 +85,7 @@ class ClusterMember:
 
     @property
     def name(self) -> str:
-        """Unique in the cluster."""
+        """Name of the instance, unique in the cluster."""
         return self._name
 
     @property
@@ -94,7 +95,7 @@ class ClusterMember:
 
     @property
     def ref(self) -> InstanceRef:
-        """Its present run."""
+        """The present run of the instance."""
         info = self.info
         identity = "" if info is None else info.kv_identity
         return InstanceRef(self._name, self.supervisor.num_restarts, identity)
@@ -106,7 +107,7 @@ class ClusterMember:
 
     @property
     def load(self) -> LoadCount:
-        """The load of its present run."""
+        """The load of the instance's present run."""
         return self.supervisor.require_session().load
 
     @property
@@ -139,18 +140,18 @@ class ClusterMember:
         self.supervisor.require_session().release_hold(request_id)
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
-        """Say which adapters it begins with when it is started next."""
+        """Set the adapters that the instance loads at its next start."""
         self.supervisor.set_adapters(sources)
 
     def set_role(self, role: InstanceRole) -> None:
-        """Say what it is for from now on; what it does for requests goes on."""
+        """Set the role of the instance; work that it has begun continues."""
         self._role = role
         self.supervisor.set_role(role)
 
     # ---------------------------------------------------------------- links
 
     def link(self, source: "ClusterMember") -> None:
-        """Open an instance for reading, once it serves and whenever one of the two restarted."""
+        """Open another instance for reading, once both serve and after each restart of either."""
         if self._role != "decode" or source.role != "prefill":
             return
         if self._links.get(source.name) == source.ref:
@@ -165,7 +166,9 @@ class ClusterMember:
         await asyncio.gather(*self._linking.values(), return_exceptions=True)
 
     async def _open(self, source: "ClusterMember") -> None:
-        """Open an instance, again and again while both serve and only time can help."""
+        """Try to open an instance until it succeeds, or fails for a reason that time does not
+        mend.
+        """
         while True:
             ours, theirs, info = self.ref, source.ref, source.info
             if self.info is None or info is None or info.kv_peer is None:

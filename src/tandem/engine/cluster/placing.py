@@ -26,16 +26,16 @@ __all__ = ["Placing", "PlacingPort", "add_expected", "describe_candidate"]
 
 
 class PlacingPort(Protocol):
-    """An instance as it is chosen by; see ``tandem.engine.cluster.dispatcher.Port``."""
+    """An instance as seen by placement; see ``tandem.engine.cluster.dispatcher.Port``."""
 
     @property
     def ref(self) -> InstanceRef:
-        """Its present run."""
+        """The present run of the instance."""
         ...
 
     @property
     def role(self) -> InstanceRole:
-        """The kind of work that it takes."""
+        """Role of the instance: prefill, decode or unified."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class PlacingPort(Protocol):
 
     @property
     def load(self) -> LoadCount:
-        """The load of its present run; asked for only while it serves."""
+        """The load of the instance's present run; read only while it serves."""
         ...
 
     @property
@@ -55,14 +55,14 @@ class PlacingPort(Protocol):
 
 
 class _Listener:
-    """Passes on what one run of an instance tells; a ``LoadListener``."""
+    """Listener that passes one run's reports on to the conductor."""
 
     def __init__(self, conductor: Conductor, port: PlacingPort, info: InstanceInfo) -> None:
         self._conductor, self._name = conductor, port.ref.name
         self._load, self._info = port.load, info
 
     def note_load(self) -> None:
-        """See ``LoadListener``."""
+        """Set the instance's load and its speed of loading KV in the conductor."""
         load = self._load.estimate(self._info)
         self._conductor.set_load_speed(self._name, load.load_tokens_per_s)
         self._conductor.set_load(
@@ -79,11 +79,11 @@ class _Listener:
         )
 
     def note_steps(self, steps: Sequence[StepRecord]) -> None:
-        """See ``LoadListener``."""
+        """Give the conductor the steps that the instance computed."""
         self._conductor.note_steps(self._name, steps)
 
     def note_blocks(self, blocks: BlockChanges) -> None:
-        """See ``LoadListener``."""
+        """Give the conductor the changes of the instance's cached blocks."""
         if blocks.is_reset:
             self._conductor.note_flushed(self._name)
         self._conductor.note_blocks(self._name, blocks.stored, blocks.removed)
@@ -101,18 +101,18 @@ class Placing:
     def __init__(self, conductor: Conductor) -> None:
         self.conductor = conductor
         self._runs: dict[str, InstanceRef] = {}
-        """Runs that the conductor believes to serve."""
+        """Runs that the conductor believes to be serving, by name."""
         self._listeners: dict[str, LoadCount] = {}
         self._block_sizes: dict[str, int] = {}
-        """By identity of the KV, of runs that serve or have served."""
+        """Block sizes by KV identity, of runs that serve or have served."""
 
     @property
     def num_serving(self) -> int:
-        """Instances that serve."""
+        """Number of instances that serve."""
         return len(self._runs)
 
     def sync(self, port: PlacingPort) -> None:
-        """Tell the conductor what has changed of an instance. O(1) if nothing has."""
+        """Pass changes of an instance on to the conductor. O(1) if there are none."""
         conductor, ref, info = self.conductor, port.ref, port.info
         name = ref.name
         row = conductor.fleet.find(name)
@@ -131,11 +131,11 @@ class Placing:
         conductor.set_sources(name, port.sources)
 
     def serves(self, identity: str) -> bool:
-        """Return whether an instance with this identity of KV serves."""
+        """Return True if an instance with this KV identity serves."""
         return any(ref.identity == identity for ref in self._runs.values())
 
     def forget(self, name: str) -> None:
-        """Drop an instance that has left the cluster."""
+        """Remove an instance that has left the cluster from the conductor."""
         if name in self._runs:
             self._stop(name)
         if self.conductor.fleet.find(name) is not None:
@@ -163,7 +163,7 @@ class Placing:
         self.conductor.stop(name)
 
     def describe(self, request: AddRequest) -> Question:
-        """Return what the conductor is told of a request.
+        """Return the question to the conductor about a request.
 
         Cost: a SHA-256 of each block of the prompt for each KV identity that serves; none where
         there is nothing to choose.
@@ -191,7 +191,7 @@ class Placing:
 
 
 def describe_candidate(candidate: Candidate) -> ConsideredInstance:
-    """Return what a timeline tells of an instance that was compared."""
+    """Return the timeline's entry for an instance that the conductor compared."""
     return ConsideredInstance(
         instance=candidate.instance,
         prefix_tokens=candidate.prefix_len,

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 MAX_LEASE_S = 3600.0
-"""The longest that the wire allows; the longest wait for a prefill."""
+"""Longest lease on a prefill's blocks that the wire format allows, seconds."""
 GRACE_S = 0.1
 """After the time limit of a request: an instance between two steps ends it first, and one in a long
 step does not keep its client waiting."""
@@ -55,10 +55,10 @@ step does not keep its client waiting."""
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """A request at an instance on behalf of ours."""
+    """One request sent to an instance on behalf of a client's request."""
 
     leg_id: str
-    """Its request id there; unique over all legs of all requests."""
+    """Request id at the instance, unique over all legs of all requests."""
     instance: InstanceRef
 
 
@@ -82,7 +82,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LegOutput:
-    """An instance sent an output; one with ``FinishReason.ERROR`` counts by its error code."""
+    """An output that an instance sent; one with ``FinishReason.ERROR`` counts by its error code."""
 
     leg_id: str
     output: RequestOutput
@@ -124,7 +124,7 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Send a continuation; answer with ``Continued``."""
+    """Send a continuation to an instance; the outcome is returned as ``Continued``."""
 
     leg: Leg
     message: ContinueRequest
@@ -132,7 +132,7 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class DropLeg:
-    """Cancel a request at an instance; nothing that it still says matters."""
+    """Cancel a request at an instance; its later outputs are ignored."""
 
     leg: Leg
 
@@ -170,7 +170,7 @@ Action = Place | Submit | Continue | DropLeg | ReleaseLeg | Deliver | Fail | Not
 
 @dataclass(slots=True)
 class _PromptFacts:
-    """Facts of the first output that was delivered; the client sees no other."""
+    """Prompt facts of the first delivered output, repeated for later instances."""
 
     prompt_len: int
     cached_len: int
@@ -178,7 +178,7 @@ class _PromptFacts:
 
 @dataclass(slots=True)
 class _Happened:
-    """The input that is being taken, as far as steps need it."""
+    """The input being processed, as far as the effects need it."""
 
     route: Pair | Alone | None = None
     output: RequestOutput | None = None
@@ -190,7 +190,7 @@ class _Happened:
 
 
 class RequestStates:
-    """One request.
+    """The state machine of one request of a cluster.
 
     Args:
         request: as the server made it, with a concrete seed; its id is that of all outputs.
@@ -211,14 +211,14 @@ class RequestStates:
         self._now_s = now_s
         self._num_legs = 0
         self._prefill: Leg | None = None
-        """Id of the request that prefills, then of its hold."""
+        """Leg of the prefill, and then of its hold."""
         self._decode: Leg | None = None
         self._last_prefill: InstanceRef | None = None
         self._handle: KvHandle | None = None
         self._tokens: list[int] = []
-        """Sent to the client so far."""
+        """Tokens sent to the client so far."""
         self._identity: str | None = None
-        """Identity of the model that computed them."""
+        """KV identity of the model that computed these tokens."""
         self._facts: _PromptFacts | None = None
         self._kept: list[RequestOutput] = []
         self._avoid: set[InstanceRef] = set()
@@ -250,12 +250,12 @@ class RequestStates:
 
     @property
     def request(self) -> AddRequest:
-        """The same as it was given."""
+        """The request as the server made it."""
         return self._request
 
     @property
     def is_over(self) -> bool:
-        """True if the client has its last output or error."""
+        """True if the client has got its last output or an error."""
         return self.state in (State.ENDED, State.FAILED)
 
     @property
@@ -265,7 +265,7 @@ class RequestStates:
 
     @property
     def held(self) -> dict[Held, Leg]:
-        """The legs and blocks that it holds at instances, by kind."""
+        """The legs and held blocks of the request, by kind."""
         legs = {Held.PREFILL: self._prefill, Held.HOLD: self._prefill, Held.DECODE: self._decode}
         held: dict[Held, Leg] = {}
         for kind in TABLE[self.state].held:
@@ -290,13 +290,13 @@ class RequestStates:
                 return math.inf
 
     def start(self, now_s: float) -> list[Action]:
-        """Return the first actions; once."""
+        """Return the first actions; called once."""
         self._begin(now_s)
         self._place(is_held=False)
         return self._happened.actions
 
     def tick(self, now_s: float) -> list[Action]:
-        """Take in that time has passed."""
+        """Process the passing of time; return the actions to execute."""
         self._begin(now_s)
         if now_s >= self.deadline_s:
             if now_s >= self._end_s:
@@ -312,7 +312,7 @@ class RequestStates:
         return self._happened.actions
 
     def take(self, message: Input, now_s: float) -> list[Action]:
-        """Apply an event; return the actions to execute, in this order."""
+        """Process an input; return the actions to execute, in this order."""
         self._begin(now_s)
         if not self.is_over:
             self._take(message)
@@ -392,7 +392,7 @@ class RequestStates:
             self._fire(Event.OUTPUT_ENDED if is_last else Event.OUTPUT)
 
     def _take_failure(self, leg_id: str, error: TandemError, *, is_refusal: bool) -> None:
-        """Take in the end of a leg by an error: other instances may do better, or they may not."""
+        """Process the failure of a leg: choose if another instance is tried or the request ends."""
         is_retryable = ERROR_CODES.get(error.code, TandemError).retryable
         self._happened.error = error
         if self._is_prefill(leg_id):
@@ -413,7 +413,7 @@ class RequestStates:
         return Held.DECODE in TABLE[self.state].held and self.held[Held.DECODE].leg_id == leg_id
 
     def _fire(self, event: Event) -> None:
-        """Leave the state by an exit."""
+        """Leave the present state by the exit of an event."""
         way = TABLE[self.state].exits[event]
         if event is Event.PREFILL_LOST:
             self._blame(self._prefill)
@@ -542,7 +542,9 @@ class RequestStates:
         self._act(Submit(leg, request))
 
     def _decode_sampling(self) -> SamplingParams:
-        """Score the prompt once, by the instance that computes it for the first token."""
+        """Return sampling settings without scoring of the prompt: the prefill instance has
+        scored it.
+        """
         return msgspec.structs.replace(self._request.sampling, prompt_logprobs=None)
 
     def _make_continuation(self) -> Continuation:

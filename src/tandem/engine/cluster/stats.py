@@ -26,7 +26,7 @@ class StatsHistory:
         return self._last
 
     def note(self, incarnation: int, stats: InstanceStats) -> InstanceStats:
-        """Take in the stats of a run; return them with what earlier runs had counted."""
+        """Add a report of a run; return it plus the counters of earlier runs."""
         if incarnation != self._incarnation:
             self._ended = self.recall()
             self._incarnation = incarnation
@@ -34,7 +34,7 @@ class StatsHistory:
         return sum_stats(stats.stage, (self._ended, stats))
 
     def recall(self) -> InstanceStats:
-        """Return what is known while the instance does not answer: counters, but no gauges."""
+        """Return the last known counters, without gauges, while the instance does not answer."""
         zero = Statistics()
         gone = {s.field: getattr(zero, s.field) for s in list_stats() if s.kind == "gauge"}
         counted = msgspec.structs.replace(self._last, **gone)

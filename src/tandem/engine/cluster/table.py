@@ -67,7 +67,7 @@ class Event(StrEnum):
 
 
 class Effect(StrEnum):
-    """A step executed at an exit, in the order of the table."""
+    """An effect executed when a state is left, in the order of the table."""
 
     PLACE = "place"
     PLACE_DECODE = "place_decode"
@@ -102,7 +102,7 @@ class Held(StrEnum):
 
 
 class Deadline(StrEnum):
-    """By when a state is left."""
+    """The deadline at which a state is left."""
 
     REQUEST = "the time limit of the request; its instance ends it, and 2 s later the server"
     RECOVERY = "cluster.recovery_s, or the time limit of the request"
@@ -112,7 +112,7 @@ class Deadline(StrEnum):
 
 @dataclass(frozen=True)
 class Exit:
-    """One exit of a state."""
+    """An exit of a state: the next state and the effects."""
 
     to: State
     effects: tuple[Effect, ...] = ()
@@ -208,7 +208,7 @@ _HOLD_DECODE = (Effect.RELEASE, Effect.DROP_DECODE)
 
 
 def _last_exits(*give_back: Effect) -> dict[Event, Exit]:
-    """Return the exits that every state has: the request's time is over, nobody wants it."""
+    """Return the exits that every state has: cancellation and the end of the request's time."""
     return {
         Event.TIMEOUT: Exit(State.ENDED, (*give_back, Effect.END_TIMEOUT)),
         Event.CANCEL: Exit(State.ENDED, (*give_back, Effect.END_CANCELLED)),

@@ -39,7 +39,7 @@ from tandem.engine.scheduling.request import Request
 __all__ = ["PrefillAnnouncer"]
 
 MAX_WAITING = 4096
-"""Questions; beyond it the oldest are answered, and asked again."""
+"""Largest number of waiting questions; beyond it the oldest is answered early and asked again."""
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class PrefillAnnouncer:
         return len(self._waiting)
 
     def handle_calls(self, calls: Sequence[IncomingCall]) -> list[bytes | TandemError | None]:
-        """Take questions; see ``CallHandler``."""
+        """Answer questions of decode instances now, or keep them until there is progress."""
         answers: list[bytes | TandemError | None] = []
         for call in calls:
             try:
@@ -95,7 +95,7 @@ class PrefillAnnouncer:
         return answers
 
     def note_progress(self) -> None:
-        """Answer what can be answered now; see ``PrefillListener``."""
+        """Answer the waiting questions for which there is news."""
         if not self._waiting:
             return
         now_s = self._clock.now_s()
@@ -143,7 +143,7 @@ class PrefillAnnouncer:
         return None if answer is None else msgspec.msgpack.encode(answer)
 
     def _answer(self, question: KvQuestion) -> KvAnswer | None:
-        """Return what there is to say, or None while that is nothing new.
+        """Return the answer to a question, or None while there is no news.
 
         Raises: ConflictError (the request of this id has another prompt).
         """
@@ -177,7 +177,7 @@ class PrefillAnnouncer:
         )
 
     def _verify(self, question: KvQuestion) -> KvAnswer:
-        """Say what is in blocks of a run now.
+        """Return the checksums of blocks of a run, to verify what a reader has read.
 
         Raises: ConflictError (a block that is not complete); UnsupportedError (other blocks).
         """
@@ -203,7 +203,7 @@ class PrefillAnnouncer:
         return KvAnswer(run=question.run, is_held=after.is_held, verified=verified)
 
     def _tell_state(self, question: KvQuestion) -> KvAnswer:
-        """Say where the state after a prompt is, and what it is, if the prefill has ended."""
+        """Return the slot and checksum of the state after a prompt, if the prefill has ended."""
         view = self._find_run(question)
         if view is None:
             return KvAnswer(run=None)
@@ -218,7 +218,9 @@ class PrefillAnnouncer:
         return KvAnswer(run=question.run, is_held=True, state=(slot, checksum))
 
     def _tell_windows(self, question: KvQuestion) -> KvAnswer:
-        """Say where the window after a prompt is, and what it is, if the prefill has ended."""
+        """Return the blocks and checksums of the window after a prompt, if the prefill has
+        ended.
+        """
         view = self._find_run(question)
         if view is None:
             return KvAnswer(run=None)

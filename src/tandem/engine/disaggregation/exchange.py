@@ -32,7 +32,8 @@ WINDOW_BUFFER_NAME = "windows"
 
 
 class KvExchange:
-    """The part that an instance takes in disaggregation. ``allocate``, ``attach``, then ``close``.
+    """An instance's side of the KV exchange: it gives blocks to other instances and reads
+    theirs.
 
     Each instance reads others and is read by them: its role may change while it runs.
 
@@ -50,9 +51,9 @@ class KvExchange:
         self._state_buffer: Buffer | None = None
         self._window_buffer: Buffer | None = None
         self.reader: ReaderService | None = None
-        """None before ``attach``."""
+        """Reader of other instances' blocks; None before ``attach``."""
         self.announcer: PrefillAnnouncer | None = None
-        """None before ``attach``."""
+        """Announcer of our prefills; None before ``attach``."""
         self.peer: KvPeer | None = None
         """The data that readers of its blocks need; None before ``attach``."""
 
@@ -84,7 +85,7 @@ class KvExchange:
         return Statistics(rail_bytes=moved, rail_links=links)
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Make the memory of the blocks: others may read it, never write.
+        """Allocate memory for the blocks, which other instances may read but never write.
 
         Only addresses: the caller reserves what is behind them.
         """
@@ -99,7 +100,9 @@ class KvExchange:
         return self._state_buffer
 
     def allocate_windows(self, nbytes: int) -> Buffer:
-        """Make the memory of the blocks of layers with a window, as that of states."""
+        """Allocate memory for the window layers' blocks, with the same rights; all of it is
+        reserved.
+        """
         self._window_buffer = self.transfer.allocate(nbytes, name=WINDOW_BUFFER_NAME, remote="read")
         return self._window_buffer
 
@@ -113,7 +116,8 @@ class KvExchange:
         states: StateLayout | None = None,
         windows: WindowLayout | None = None,
     ) -> None:
-        """Start both sides, and name them to the engine; before its first step.
+        """Start the announcer and the reader and attach them to the engine, before its first
+        step.
 
         Args:
             engine: borrowed; its blocks lie in the memory that ``allocate`` made.

@@ -36,22 +36,22 @@ from tandem.engine.scheduling.request import Request
 __all__ = ["HandOver", "ReadTarget"]
 
 READ_BATCH_BYTES = 64 << 20
-"""Bytes read at a time, one block at least; after each batch its blocks are verified and taken."""
+"""Bytes of one read, at least one block; the blocks of each read are verified and taken."""
 MAX_BATCH_BLOCKS = 256
 READ_DEADLINE_S = 10.0
-"""Seconds of one batch."""
+"""Time limit of one read, seconds."""
 ASK_AGAIN_S = 2.0
-"""A question without a waiter is dropped after this time."""
+"""Seconds after which an unanswered question is asked again."""
 CALL_DEADLINE_S = 5.0
-"""Seconds of a question that is answered at once."""
+"""Time limit of a question that is answered at once, seconds."""
 
 
 @dataclass(slots=True)
 class ReadTarget:
-    """The memory that blocks are read to, and the means."""
+    """Memory that blocks are read into, and the port that reads them."""
 
     port: PeerPort
-    """Writes into ``memory``."""
+    """Port that writes into ``memory``."""
     memory: npt.NDArray[np.uint8]
     """All blocks of this instance, one after the other."""
     own: KvPeer
@@ -65,13 +65,13 @@ class ReadTarget:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A block that has not been taken."""
+    """A block that was not taken yet."""
 
     load: BlockLoad
     num_layers: int = 0
-    """Leading layers that were read, of the present run."""
+    """Leading layers of the block that were read in the present run."""
     source_id: int = -1
-    """The block that they were read from."""
+    """Id of the prefill instance's block that the layers were read from."""
 
 
 class HandOver:
@@ -109,7 +109,7 @@ class HandOver:
         self._answer = KvAnswer(run=None)
 
     async def run(self) -> None:
-        """Go on until every block was taken.
+        """Read until every block was taken.
 
         When it ends, in whatever way, nothing writes into the blocks any more.
 
@@ -129,7 +129,7 @@ class HandOver:
             await self._read_windows(self._windows)
 
     async def _read_windows(self, loads: Sequence[BlockLoad]) -> None:
-        """Read what layers with a window see of the prompt, once the prefill has ended."""
+        """Read the window layers' blocks at the end of the prompt, once the prefill has ended."""
         target, facts = self._target, self._peer.facts
         size, memory = target.own.window_block_bytes, target.windows
         assert memory is not None, "a window block of a model without one"
@@ -165,7 +165,7 @@ class HandOver:
         self._take(list(loads))
 
     async def _ask_windows(self) -> KvAnswer:
-        """Ask for the window of the run whose blocks were taken."""
+        """Ask for the windows of the run whose blocks were taken."""
         deadline_s = min(CALL_DEADLINE_S, self._remaining_s())
         return await self._ask(deadline_s, wants_windows=True)
 
@@ -207,7 +207,7 @@ class HandOver:
         return remaining_s
 
     async def _ask_until_answered(self) -> KvAnswer:
-        """Ask how far the prefill is, again and again until there is something new."""
+        """Ask for the prefill's progress repeatedly, until there is news."""
         while True:
             try:
                 return await self._ask(min(ASK_AGAIN_S, self._remaining_s()))
@@ -241,7 +241,7 @@ class HandOver:
         return decode_answer(answer)
 
     def _note(self, answer: KvAnswer) -> None:
-        """Take in how far the prefill is."""
+        """Record the progress that an answer reports."""
         if answer.run is None:
             raise NotFoundError("kv_peer.ask", "the prefill has ended and its blocks are not held")
         if answer.run != self._run:
@@ -264,14 +264,14 @@ class HandOver:
         self._block_ids, self._answer = block_ids, answer
 
     def _count_readable(self, pending: _Pending) -> int:
-        """Leading layers of a block that may be read."""
+        """Return the number of leading layers of a block that may be read."""
         position = pending.load.position
         if position < self._answer.num_complete:
             return self._all_layers
         return self._answer.num_layers if position < self._answer.num_blocks else 0
 
     def _list_batches(self) -> Iterator[list[_Pending]]:
-        """Cut what may be read, or was and is to be verified, into batches."""
+        """Divide the blocks that can be read or verified into batches."""
         size = self._target.own.block_bytes
         limit = min(max(READ_BATCH_BYTES // size, 1), MAX_BATCH_BLOCKS)
         num_complete = self._answer.num_complete
@@ -314,7 +314,7 @@ class HandOver:
             pending.num_layers = self._count_readable(pending)
 
     async def _verify(self, batch: Sequence[_Pending]) -> None:
-        """Take the blocks of a batch that are whole and still what they were."""
+        """Verify the complete blocks of a batch and take those that are unchanged."""
         read = [
             pending
             for pending in batch
@@ -348,7 +348,7 @@ class HandOver:
             )
 
     def _start_over(self) -> None:
-        """Ask anew which blocks there are; those that are the same need no second read."""
+        """Ask again which blocks there are; unchanged ones need no second read."""
         self._block_ids, self._answer = (), KvAnswer(run=None)
 
     def _sum_up(self, block_id: int) -> int:

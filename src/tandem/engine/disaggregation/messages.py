@@ -23,15 +23,13 @@ often it was preempted. In one run what was announced of a position stays true o
 
 
 class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """A question after the progress of a prefill, answered when it is further than ``seen``, or has
-    ended.
-    """
+    """A question about a prefill's progress, answered at progress beyond ``seen`` or at its end."""
 
     request_id: str
     digest: bytes
-    """Digest of ``digest_prompt``: what the blocks have to be the KV of."""
+    """``digest_prompt`` of the prompt whose KV the asker wants."""
     run: Run | None = None
-    """The one that the asker has read blocks of."""
+    """Run of which the asker has read blocks."""
     num_known: NonNegativeInt = 0
     """Leading block ids of that run that the asker knows."""
     seen: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
@@ -39,11 +37,11 @@ class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
     verify: Annotated[tuple[NonNegativeInt, ...], Meta(max_length=1024)] = ()
     """Positions of blocks that the asker has read, below ``num_complete``: answered at once."""
     wait_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
-    """Seconds that the asker waits for the answer; after that the question may be forgotten."""
+    """Seconds that the asker waits; after that the question may be dropped."""
     wants_state: bool = False
-    """Tell the state too: answered at once, as for ``verify``."""
+    """True to ask for the state; it is answered at once, as ``verify`` is."""
     wants_windows: bool = False
-    """Tell the blocks of layers with a window, instead: answered at once."""
+    """True to ask for the window layers' blocks; it is answered at once."""
     layout: KVLayout
     first_head: NonNegativeInt = 0
     """The first head that the asker's blocks hold, for ``verify``."""
@@ -56,7 +54,7 @@ class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """None: it has ended and its blocks are not held. What was read before and belongs to another
     run, or was not verified, is void."""
     is_held: bool = False
-    """The prefill has ended and its blocks are held."""
+    """True if the prefill has ended and its blocks are held."""
     first: NonNegativeInt = 0
     """Position of the first of ``block_ids``."""
     block_ids: tuple[NonNegativeInt, ...] = ()
@@ -79,7 +77,7 @@ class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest_prompt(request: Request) -> bytes:
-    """Return what identifies the KV of a prompt: 32 bytes over identity, salt and tokens."""
+    """Return a 32-byte digest of a prompt's KV: over identity, salt and tokens."""
     return hashlib.sha256(
         request.prefix.root_key + array("q", request.prompt_ids).tobytes()
     ).digest()

@@ -24,7 +24,7 @@ __all__ = ["KvPeers", "OpenPeer"]
 logger = logging.getLogger(__name__)
 
 OPEN_DEADLINE_S = 5.0
-"""A lost message must not keep a pair apart for longer: opening is tried again after it."""
+"""Time limit of opening a peer, seconds; a lost message delays a pair no longer than that."""
 WHERE = "kv_peer.open"
 
 
@@ -35,9 +35,9 @@ class OpenPeer:
     facts: KvPeer
     pool: RemotePool
     layer_ranges: list[list[ByteRange]]
-    """By layer: which bytes of its block fill which of ours."""
+    """For each layer, the byte ranges of the peer's block that fill ours."""
     is_lost: bool = False
-    """Its connection is gone; it is opened again before the next read."""
+    """True if the connection is lost; the peer is opened again before the next read."""
 
     def list_ranges(self, layers: range) -> list[ByteRange]:
         """Return the ranges of some layers of a block, merged where they follow each other."""
@@ -68,7 +68,7 @@ class KvPeers:
         self._lock = asyncio.Lock()
 
     async def open(self, facts: KvPeer) -> None:
-        """Open an instance, or again if it has restarted or was lost.
+        """Open an instance, or reopen it after it was restarted or lost.
 
         Raises: UnsupportedError (names what differs); PeerLostError; DeadlineError;
             PermissionDeniedError (secrets differ; its blocks are not offered); NotFoundError.
@@ -92,7 +92,7 @@ class KvPeers:
             return await self._open(peer.facts)
 
     async def close(self, name: str) -> None:
-        """Forget an instance; reads under way end with an error."""
+        """Forget an instance; reads in progress end with an error."""
         async with self._lock:
             self._drop(name)
 

@@ -11,11 +11,11 @@ from tandem.core.errors import TandemError
 __all__ = ["IncomingCall", "PeerPort", "PoolKind", "PoolRange", "RemotePool"]
 
 PoolKind = Literal["kv", "states", "windows"]
-"""The kind of what a pool holds: blocks, slots of states, blocks of layers with a window."""
+"""Kind of a memory pool: KV blocks, slots of states, or blocks of window layers."""
 
 
 class PoolRange(NamedTuple):
-    """Bytes of a peer's pool that belong into ours."""
+    """A byte range of a peer's pool to copy into ours."""
 
     local: int
     """Offset in our pool."""
@@ -36,7 +36,7 @@ class RemotePool(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Epoch of its run."""
+        """Epoch of the process's run; a restart changes it."""
         ...
 
     @property
@@ -46,11 +46,11 @@ class RemotePool(Protocol):
 
     @property
     def can_read(self) -> bool:
-        """True if it is offered to be read."""
+        """True if the peer offers its pool for reading."""
         ...
 
     def close(self) -> None:
-        """Let the peer go; reads under way end with an error. May be repeated."""
+        """Close the connection to the peer; reads in progress end with an error. Idempotent."""
         ...
 
 
@@ -72,7 +72,7 @@ class PeerPort(Protocol):
         ...
 
     async def call(self, pool: RemotePool, payload: bytes, *, deadline_s: float) -> bytes:
-        """Ask the instance that owns a pool; what was not answered may have been taken in.
+        """Send a question to the instance that owns a pool; return its answer.
 
         Raises: what the instance raises; PeerLostError; DeadlineError.
         """
@@ -102,9 +102,11 @@ class IncomingCall(Protocol):
         ...
 
     def reply(self, payload: bytes) -> bool:
-        """Answer it; False if it was answered before or has no waiter."""
+        """Answer the call; False if it was answered already or nobody waits for it."""
         ...
 
     def fail(self, error: TandemError) -> bool:
-        """Refuse it, instead; False as for ``reply``."""
+        """Answer the call with an error; False if it was answered already or nobody waits for
+        it.
+        """
         ...

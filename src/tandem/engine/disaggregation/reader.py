@@ -33,9 +33,9 @@ class _Reading:
 
     request: Request
     missing: dict[int, BlockLoad]
-    """By block id; those that have come are gone."""
+    """Loads that have not arrived, by block id."""
     reason: str = "dropped"
-    """Why the rest does not come."""
+    """Reason reported for blocks that do not arrive."""
 
 
 class PeerReader:
@@ -63,29 +63,29 @@ class PeerReader:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """Prefill instances alone."""
+        """The kinds of sources that this reader serves: prefill instances."""
         return SOURCES
 
     @property
     def counters(self) -> Statistics:
-        """Totals since start."""
+        """Counters of reads since start."""
         return self._target.counters
 
     @property
     def num_in_transfer(self) -> int:
-        """Blocks that a hand-over may write into."""
+        """Number of blocks that a hand-over may still write into."""
         return len(self._tasks)
 
     async def open_peer(self, facts: KvPeer) -> None:
-        """Open an instance, or again if it has restarted; see ``KvPeers.open``."""
+        """Open an instance for reading, or reopen it after it was restarted or lost."""
         await self._peers.open(facts)
 
     async def close_peer(self, name: str) -> None:
-        """Forget an instance; reads from it end without content."""
+        """Forget an instance; reads from it fail."""
         await self._peers.close(name)
 
     async def aclose(self) -> None:
-        """End all hand-overs and leave all peers; loads that come later fail."""
+        """Cancel all hand-overs and close all peers; later loads fail."""
         self._is_closing = True
         tasks = {task for _, task in self._tasks.values()}
         for task in tasks:
@@ -95,7 +95,7 @@ class PeerReader:
         await self._peers.close_all()
 
     def begin(self, plan: StepPlan) -> None:
-        """Take up the loads of a plan, all from prefill instances; see ``BlockTransfers.begin``."""
+        """Start the loads of a plan, all from prefill instances."""
         if not plan.loads and not plan.dropped:
             return
         try:

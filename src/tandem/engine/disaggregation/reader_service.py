@@ -32,17 +32,17 @@ class ReaderService:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """Prefill instances alone."""
+        """The kinds of sources that this service serves: prefill instances."""
         return SOURCES
 
     @property
     def counters(self) -> Statistics:
-        """Totals since start."""
+        """Counters of reads since start."""
         return self._target.counters
 
     @property
     def num_in_transfer(self) -> int:
-        """Blocks that a hand-over may write into."""
+        """Number of blocks that a hand-over may still write into."""
         return self._reader.num_in_transfer
 
     def stop(self) -> None:
@@ -53,15 +53,15 @@ class ReaderService:
         self._thread.close(STOP_TIMEOUT_S)
 
     async def open_peer(self, facts: KvPeer) -> None:
-        """Open an instance, or again if it has restarted; see ``KvPeers.open``. Any loop."""
+        """Open an instance for reading, or reopen it; callable from any event loop."""
         await self._call(self._reader.open_peer(facts))
 
     async def close_peer(self, name: str) -> None:
-        """Forget an instance; reads from it end without content. Any loop."""
+        """Forget an instance; reads from it fail. Callable from any event loop."""
         await self._call(self._reader.close_peer(name))
 
     def begin(self, plan: StepPlan) -> None:
-        """Take up the loads of a plan, all from prefill instances; see ``BlockTransfers.begin``."""
+        """Start the loads of a plan, all from prefill instances."""
         self._reader.begin(plan)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:

@@ -38,7 +38,7 @@ class OpenedPool:
         self.can_read = offered.can_read
 
     def close(self) -> None:
-        """See ``RemotePool.close``."""
+        """Close the segment and its connection."""
         with contextlib.suppress(TandemError):  # Its engine may be closed.
             self.segment.close()
 
@@ -58,7 +58,7 @@ class TransferPort:
     async def open(
         self, address: str, buffers: Mapping[PoolKind, str], *, deadline_s: float
     ) -> OpenedPool:
-        """See ``PeerPort.open``."""
+        """Connect to an instance on another thread and open its buffers."""
         opening = asyncio.get_running_loop().run_in_executor(
             None, self._connect, address, buffers, deadline_s
         )
@@ -69,14 +69,14 @@ class TransferPort:
             raise
 
     async def call(self, pool: RemotePool, payload: bytes, *, deadline_s: float) -> bytes:
-        """See ``PeerPort.call``."""
+        """Send a question to the instance that owns a pool; return its answer."""
         assert isinstance(pool, OpenedPool), pool
         return await self._transfer.call_async(pool.segment, payload, deadline_s=deadline_s)
 
     async def read(
         self, pool: RemotePool, ranges: Sequence[PoolRange], *, deadline_s: float
     ) -> None:
-        """See ``PeerPort.read``."""
+        """Read ranges of a peer's pool into ours through the transfer engine."""
         assert isinstance(pool, OpenedPool), pool
         await self._transfer.submit_ranges(
             Op.READ,

@@ -38,10 +38,10 @@ MAX_PARTINGS = 2
 
 
 class StatePolicy(NamedTuple):
-    """The number of states there is room for, and the rule by which they are kept."""
+    """The number of state slots, and the rule by which snapshots are kept."""
 
     num_slots: int
-    """For running requests and snapshots together."""
+    """Number of slots for running requests and snapshots together."""
     every: int = 0
     """A prefill keeps a state at multiples of so many tokens; 0: at ends and branches alone."""
     min_gain: int = MIN_GAIN
@@ -100,7 +100,7 @@ class StateReuse:
 
     @property
     def num_used(self) -> int:
-        """Slots of requests, and of snapshots that a step in flight saves."""
+        """Number of slots of running requests, and of snapshots that a step in flight saves."""
         return self.num_slots - len(self._free) - len(self._table)
 
     # ---------------------------------------------------------------- hits
@@ -166,7 +166,9 @@ class StateReuse:
                 insort(points, shared)
 
     def can_start(self) -> bool:
-        """Say whether a slot is there for one more request, with a snapshot given up for it."""
+        """Return True if a slot is free for one more request, or can be freed by dropping a
+        snapshot.
+        """
         return bool(self._free) or any(not s.num_pins for s in self._table)
 
     def start(
@@ -224,7 +226,7 @@ class StateReuse:
     # ---------------------------------------------------------------- lower tiers
 
     def count_blocks(self, keys: Sequence[bytes]) -> int:
-        """Return after how many leading blocks of a chain the longest state is that is here."""
+        """Return the number of leading blocks of a chain up to its longest snapshot."""
         depth = len(keys)
         while depth and self._table.find_equal(keys[depth - 1], b"") is None:
             depth -= 1
@@ -275,7 +277,7 @@ class StateReuse:
         return min(num_tokens, end - start)
 
     def plan_save(self, plan: StepPlan, request: Request, end: int) -> None:
-        """Keep the state at the end of a chunk that is added to a plan, if one is wanted there."""
+        """Plan to save the state at the end of a chunk, if a snapshot is wanted there."""
         state = request.state_notes
         if end not in state.points:
             return
@@ -301,7 +303,7 @@ class StateReuse:
                 self._keep(request, position, slot)
 
     def drop_saves(self, plan: StepPlan) -> None:
-        """Take what ended requests would have saved out of a plan that is still to run."""
+        """Remove the saves of ended requests from a plan that has not run."""
         kept: list[StateSave] = []
         for save in plan.state_saves:
             if save.request.is_finished:
@@ -401,7 +403,7 @@ class StateReuse:
             self._free.append(victim.slot)
 
     def _take(self, worth: int | None) -> int:
-        """Take a slot, giving up a snapshot if none is free; ``NO_SLOT`` if none may be."""
+        """Take a slot, dropping a snapshot if none is free; ``NO_SLOT`` if none may be dropped."""
         if self._free:
             slot = self._free.pop()
             self._generations[slot] += 1

@@ -48,7 +48,7 @@ class Snapshot:
     """A state of all layers that have one, at one token of one chain."""
 
     parent_key: bytes
-    """Names the last full block before it, or the root."""
+    """Key of the last full block before the snapshot, or of the root."""
     tail: bytes
     """The tokens after that block, packed; fewer than a block."""
     position: int
@@ -56,18 +56,18 @@ class Snapshot:
     shorter: "Snapshot | None" = None
     """The next shorter one of the chain that was kept when this one was taken."""
     level: int = 0
-    """The table's level when it was made or used last."""
+    """Age level of the table when the snapshot was made or last used."""
     num_pins: int = 0
     is_kept: bool = True
 
     @property
     def key(self) -> bytes:
-        """Names the tokens before it: equal keys are equal tokens."""
+        """Key of the tokens before the snapshot: equal keys mean equal tokens."""
         return hash_block(self.parent_key, self.tail) if self.tail else self.parent_key
 
 
 class SnapshotTable:
-    """Finds snapshots, and says which to give up.
+    """Table that finds snapshots and chooses which to evict.
 
     Args:
         block_size: tokens of a block of the chains.
@@ -77,7 +77,7 @@ class SnapshotTable:
         self._block_size = block_size
         self._filed: dict[bytes, list[Snapshot]] = {}
         self._kept: dict[Snapshot, None] = {}
-        """Least recently used first."""
+        """Snapshots in order of use, least recently used first."""
         self._level = 0
 
     def __len__(self) -> int:
@@ -144,7 +144,7 @@ class SnapshotTable:
     def choose_victim(
         self, is_reachable: Callable[[Snapshot], bool], worth: int | None = None
     ) -> Snapshot | None:
-        """Return what to give up first, but nothing that is pinned.
+        """Return the snapshot to evict first, never a pinned one; None if none may go.
 
         Args:
             is_reachable: False for a snapshot that cannot be used, as blocks before it are gone.

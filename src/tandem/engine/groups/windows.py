@@ -36,7 +36,7 @@ class WindowPolicy(NamedTuple):
     window: int
     """Tokens that a token sees, itself included."""
     num_blocks: int
-    """For running requests and kept ones together."""
+    """Number of window blocks for running requests and the prefix cache together."""
 
 
 def count_window_blocks(window: int, block_size: int) -> int:
@@ -88,11 +88,11 @@ class WindowReuse:
         self._index = index
         self._by_block: dict[int, PrefixNode] = {}
         self._passed: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Nodes whose block nobody owns, and whose requests went on; given up first."""
+        """Nodes with unowned window blocks that requests left behind; these are evicted first."""
         self._kept: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Nodes whose block nobody owns, and where a later prompt may go on."""
+        """Nodes with unowned window blocks at places where a later prompt may continue."""
         self._num_pinned = 0
-        """References of copies in plans in flight, of loads and of holds."""
+        """Number of references of copies in plans in flight, of loads and of holds."""
         self._filled: list[KeyedBlock] = []
         index.on_unlinked = self._forget
 
@@ -112,13 +112,13 @@ class WindowReuse:
         return match.cut(position, size)
 
     def can_start(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
-        """Say whether one more request always finds the blocks for its next token."""
+        """Return True if one more request can always get the blocks for its next token."""
         wanted = self._count_reserved(request) + (match.source is not None)
         promised = sum(map(self._count_promised, running)) + self._num_pinned
         return wanted <= self.pool.num_blocks - promised
 
     def start(self, plan: StepPlan, request: Request, match: PrefixMatch) -> None:
-        """Give a request that is admitted the window that its match ends with.
+        """Give an admitted request the window blocks at the end of its match.
 
         Call ``can_start`` first.
 
@@ -153,7 +153,7 @@ class WindowReuse:
     # ---------------------------------------------------------------- steps
 
     def limit(self, request: Request, num_tokens: int, running: Sequence[Request]) -> int:
-        """Return for how many of its next tokens a request can have blocks, beside the others'.
+        """Return how many of its next tokens a request can get window blocks for.
 
         Args:
             request: running, or with its first blocks.
@@ -174,7 +174,7 @@ class WindowReuse:
         return max(min(num_tokens, (table.end + room) * size - start), 0)
 
     def extend(self, request: Request, end: int) -> None:
-        """Give a request blocks for its tokens up to ``end``; ``limit`` has said that it may."""
+        """Give a request window blocks for its tokens up to ``end``, as ``limit`` has allowed."""
         notes = request.window_notes
         first, blocks = notes.table
         wanted = -(-end // self._block_size) - notes.table.end
@@ -208,7 +208,7 @@ class WindowReuse:
             notes.table = WindowTable(first, tuple(changed))
 
     def advance(self, request: Request) -> None:
-        """Give up the blocks that a request has left behind with what it has computed."""
+        """Release the window blocks that a request has moved past."""
         notes = request.window_notes
         first, blocks = notes.table
         passed = min(self._find_first(request.num_computed_tokens) - first, len(blocks))
@@ -220,7 +220,9 @@ class WindowReuse:
             self._release(block_id, self._kept if is_marked else self._passed)
 
     def release(self, request: Request) -> None:
-        """Take all blocks from a request that leaves; they stay matchable with their nodes."""
+        """Release all window blocks of a request that ends; the prefix index can still find
+        them.
+        """
         notes = request.window_notes
         for block_id in notes.table.blocks:
             self._release(block_id, self._kept)
@@ -229,16 +231,16 @@ class WindowReuse:
     # ---------------------------------------------------------------- lower tiers
 
     def take_filled(self) -> list[KeyedBlock]:
-        """Return the full blocks that can be found since the last call."""
+        """Return the full window blocks that became findable since the last call."""
         filled, self._filled = self._filled, []
         return filled
 
     def clear(self) -> None:
-        """Tell lower tiers nothing of what was filled: the index has forgotten it."""
+        """Forget the filled blocks that were not reported: the index has been cleared."""
         self._filled.clear()
 
     def list_lacking(self, nodes: Sequence[PrefixNode], position: int) -> list[int]:
-        """Return the positions of the blocks that going on at a token takes yet.
+        """Return the positions of window blocks that are missing to continue at a token.
 
         Args:
             nodes: of the leading blocks that the index has.
@@ -248,7 +250,7 @@ class WindowReuse:
         return [i for i in range(first, end) if i >= len(nodes) or nodes[i].window_block_id < 0]
 
     def take_for_load(self, num_blocks: int, running: Iterable[Request]) -> list[int] | None:
-        """Take blocks for what comes from elsewhere; None if they are promised to others."""
+        """Take window blocks for a load; None if they are reserved for running requests."""
         promised = sum(map(self._count_promised, running)) + self._num_pinned
         if promised + num_blocks > self.pool.num_blocks:
             return None
@@ -262,20 +264,20 @@ class WindowReuse:
         self.free(block_id)
 
     def hold(self, request: Request) -> None:
-        """Keep what a request sees at its end, which other instances may read."""
+        """Keep the window at the end of a request, so that other instances can read it."""
         request.held_window = request.window_notes.table
         for block_id in request.held_window.blocks:
             self.pool.retain(block_id)
         self._num_pinned += len(request.held_window.blocks)
 
     def release_hold(self, request: Request) -> None:
-        """End ``hold``."""
+        """Release the window that ``hold`` has kept."""
         for block_id in request.held_window.blocks:
             self.free(block_id)
         request.held_window = NO_WINDOW
 
     def free(self, block_id: int) -> None:
-        """End the hold of a load, or of another instance, on a block."""
+        """Release a block that a load or another instance has held."""
         self._num_pinned -= 1
         self._release(block_id, self._kept)
 
@@ -318,7 +320,9 @@ class WindowReuse:
         return max(position - self._reach, 0) // self._block_size
 
     def _is_seen(self, block: int, mark: int) -> bool:
-        """Say whether what goes on at a token, or at the one before, sees a block."""
+        """Return True if the window of the token at ``mark``, or of the one before it, includes
+        a block.
+        """
         return self._find_first(max(mark - 1, 0)) <= block < -(-mark // self._block_size)
 
     def _count_reserved(self, request: Request) -> int:
@@ -341,12 +345,12 @@ class WindowReuse:
             (self._passed if node in self._passed else self._kept).pop(node)
 
     def _release(self, block_id: int, order: OrderedDict[PrefixNode, None]) -> None:
-        """Drop a reference; what nobody owns any more is given up in the place that it has."""
+        """Drop a reference; a block without references becomes evictable in the given order."""
         if self.pool.release(block_id):
             order[self._by_block[block_id]] = None
 
     def _forget(self, node: PrefixNode) -> None:
-        """Take its block from a node that can be found no more."""
+        """Take the window block from a node that the index has dropped."""
         if node.window_block_id >= 0:
             self._passed.pop(node, None)
             self._kept.pop(node, None)

@@ -32,7 +32,7 @@ Connect = Callable[[str, InstanceSpec], SessionClient]
 
 
 class RosterSource(Protocol):
-    """The launchers as a server knows them; ``Rosters`` says what each part does."""
+    """The rosters of the launchers, as a server reads and changes them."""
 
     on_change: Callable[[], None] | None
 
@@ -42,15 +42,15 @@ class RosterSource(Protocol):
         ...
 
     def find(self, name: str) -> RosterEntry | None:
-        """Return an instance by its name."""
+        """Return the instance of a name."""
         ...
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Wait until something holds that depends on entries."""
+        """Wait until a condition on the roster entries holds."""
         ...
 
     async def change(self, change: ChangeRoster) -> None:
-        """Let the launcher of an instance change it."""
+        """Send a change to the launcher that owns the instance."""
         ...
 
 
@@ -64,11 +64,11 @@ class AttachedInstance:
 
     @property
     def pid(self) -> int:
-        """Its process id, on its machine."""
+        """Process id of the instance on its machine."""
         return self._entry.pid or 0
 
     async def wait(self) -> int:
-        """Return 0 when the launcher has another process, or none, under this name."""
+        """Return 0 when the launcher has replaced or removed the process of this name."""
         await self._rosters.wait_for(self._is_over)
         return 0
 
@@ -79,7 +79,7 @@ class AttachedInstance:
         )
 
     async def end(self, *, is_lost: bool = False) -> None:
-        """Do nothing: the session has been closed, and the process is the launcher's."""
+        """Do nothing: the launcher owns the process, and the session is closed already."""
 
 
 class AttachedLauncher:
@@ -93,7 +93,7 @@ class AttachedLauncher:
         self._connect = connect
 
     async def start(self, spec: InstanceSpec) -> AttachedInstance:
-        """Wait until the instance has a process, and return that."""
+        """Wait until the launcher has started the instance, and return its process."""
         await self._rosters.wait_for(lambda: self._find() is not None)
         entry = self._find()
         assert entry is not None, "it has just been found"
@@ -104,13 +104,13 @@ class AttachedLauncher:
         return entry if entry is not None and entry.run and entry.stage in SERVES else None
 
     async def prepare(self) -> None:
-        """Do nothing: see ``start``."""
+        """Do nothing: the launcher starts the instances."""
 
     async def discard(self) -> None:
-        """Do nothing."""
+        """Do nothing: nothing was prepared."""
 
     async def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: the launcher owns the processes."""
 
 
 class AttachedCluster(ClusterClient):
@@ -213,7 +213,7 @@ class AttachedCluster(ClusterClient):
             await self._sync()
 
     async def _sync(self) -> None:
-        """Take in what launchers tell: instances that come and go, roles, drains."""
+        """Update the instances, roles and drains from the launchers' rosters."""
         async with self._changing:
             await self._take_rosters()
 
@@ -246,25 +246,25 @@ class AttachedCluster(ClusterClient):
     # ---------------------------------------------------------------- instances
 
     async def set_role(self, name: str, role: InstanceRole) -> None:
-        """See ``ClusterClient.set_role``; its launcher tells all servers."""
+        """Ask the launcher to change the role of an instance; it informs all servers."""
         await self._change(ChangeRoster(action="role", instance=name, role=role))
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
-        """See ``ClusterClient.drain``."""
+        """Ask the launcher to drain an instance, or to end its drain."""
         action = "drain" if is_draining else "undrain"
         await self._change(ChangeRoster(action=action, instance=name))
 
     async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
-        """See ``ClusterClient.restart``."""
+        """Ask the launcher to restart an instance."""
         await self._change(ChangeRoster(action="restart", instance=name, patience_s=patience_s))
 
     async def add_instance(self, role: InstanceRole) -> str:
-        """See ``ClusterClient.add_instance``; the launcher with the fewest starts it."""
+        """Ask the launcher with the fewest instances to start one more; return its name."""
         before = {entry.name for entry in self._rosters.entries}
         await self._change(ChangeRoster(action="add", role=role))
         added = {entry.name for entry in self._rosters.entries} - before
         return next(iter(sorted(added)), "")
 
     async def remove_instance(self, name: str, *, patience_s: float = DRAIN_S) -> None:
-        """See ``ClusterClient.remove_instance``."""
+        """Ask the launcher to remove an instance."""
         await self._change(ChangeRoster(action="remove", instance=name, patience_s=patience_s))

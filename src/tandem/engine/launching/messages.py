@@ -28,7 +28,7 @@ class RosterEntry(msgspec.Struct, frozen=True, kw_only=True):
     """Endpoint of its process; over TCP the host is that of the launcher, as the server reaches
     it."""
     run: str = ""
-    """Names its process: another one after a restart. Empty while none has been started."""
+    """Id of the instance's process, changed by each restart; empty while none was started."""
     pid: int | None = None
     is_draining: bool = False
     num_restarts: int = 0
@@ -37,17 +37,17 @@ class RosterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):
-    """Event and reply: the instances of a launcher, all of them."""
+    """A reply and an event: all instances of a launcher."""
 
     launcher: str
     instances: list[RosterEntry]
 
 
 class ChangeRoster(msgspec.Struct, frozen=True, kw_only=True):
-    """Change an instance of the launcher."""
+    """A request to change an instance of the launcher."""
 
     action: Literal["role", "drain", "undrain", "restart", "add", "remove"]
     instance: str = ""
     role: InstanceRole | None = None
-    """With ``role`` and ``add``."""
+    """New role, or the role of the instance to add."""
     patience_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0

@@ -34,7 +34,7 @@ SERVES = (InstanceStage.LOADING, InstanceStage.READY)
 
 
 class _Link:
-    """The session with one launcher, again and again."""
+    """The connection to one launcher, renewed after each loss."""
 
     def __init__(self, url: str, auth: Auth, rpc: RpcConfig, on_change: Callable[[], None]) -> None:
         self.url = url
@@ -47,7 +47,7 @@ class _Link:
         self.client: RpcClient | None = None
         """None while there is no session."""
         self.lost_s: float | None = None
-        """Since when there is none; None: there is one, or has never been."""
+        """Time since which the launcher is lost; None: it is connected, or never was."""
         self.failure = "it has not answered yet"
         self.task = asyncio.get_running_loop().create_task(self._run())
 
@@ -91,7 +91,7 @@ class _Link:
 
 
 def _reach(entry: RosterEntry, url: str) -> RosterEntry:
-    """Return an entry with an address that leads where the launcher was reached."""
+    """Return an entry whose address uses the host by which the launcher was reached."""
     theirs, ours = parse_endpoint(entry.endpoint or url), parse_endpoint(url)
     if theirs.is_local_socket or ours.is_local_socket:
         return entry
@@ -144,11 +144,11 @@ class Rosters:
         return list(by_name.values())
 
     def find(self, name: str) -> RosterEntry | None:
-        """Return an instance by its name."""
+        """Return the instance of a name."""
         return next((entry for entry in self.entries if entry.name == name), None)
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Wait until something holds that depends on entries."""
+        """Wait until a condition on the roster entries holds."""
         while not is_met():
             changed = self._changed
             await changed.wait()
@@ -167,7 +167,8 @@ class Rosters:
             raise DeadlineError("cluster.attach", f"{what}: {reasons or 'no address'}") from None
 
     async def change(self, change: ChangeRoster) -> None:
-        """Let the launcher of an instance change it; one that adds, the launcher with the fewest.
+        """Send a change to the launcher that owns the instance; a new one to the launcher with
+        the fewest.
 
         Raises: NotFoundError; PeerLostError (its launcher is not there); as that answers.
         """
@@ -206,7 +207,7 @@ class Rosters:
             await self._resolve()
 
     async def _resolve(self) -> None:
-        """Begin to follow launchers that are new, and forget those that have left."""
+        """Start following new launchers, and forget those that have left."""
         wanted: dict[str, Auth] = {}
         for url in self._urls:
             for place in await _find_places(url):
@@ -227,7 +228,7 @@ class Rosters:
 
 
 async def _find_places(url: str) -> list[str]:
-    """Return an address for each launcher that an address means; none while it has no meaning."""
+    """Return the address of each launcher that a URL resolves to; empty if it does not resolve."""
     endpoint = parse_endpoint(url)
     if endpoint.is_local_socket:
         return [url]

@@ -37,11 +37,11 @@ __all__ = ["LauncherService", "OwnedCluster", "OwnedLauncher", "make_prefix"]
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.3
-"""Seconds until what servers had sent before they knew of a drain has arrived."""
+"""Seconds for requests to arrive that servers sent before they learnt of a drain."""
 
 
 class OwnedLauncher(Launcher, Protocol):
-    """A launcher of one instance that says where the instance is to be reached."""
+    """A launcher of one instance that reports the endpoint of its process."""
 
     endpoint: str
     """Endpoint of the process that was started last; empty before the first."""
@@ -114,7 +114,7 @@ class OwnedCluster(ClusterClient):
         self._on_roster()
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
-        """See ``ClusterClient.drain``; servers hear of it by the roster."""
+        """Drain an instance or end its drain; servers learn this from the roster."""
         await super().drain(name, is_draining=is_draining)
         self._on_roster()
 
@@ -140,14 +140,14 @@ class OwnedCluster(ClusterClient):
         await self._wait_idle(name, patience_s)
 
     async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
-        """See ``ClusterClient.restart``."""
+        """Drain an instance, wait until it is idle and restart it."""
         try:
             await super().restart(name, patience_s=patience_s)
         finally:
             self._on_roster()
 
     async def change(self, change: ChangeRoster) -> None:
-        """Carry out a change that a server asks for; to its end, even if that server is lost.
+        """Carry out a change that a server asked for; it continues even if that server is lost.
 
         Raises: as the methods of ``ClusterClient``.
         """
@@ -180,7 +180,7 @@ class OwnedCluster(ClusterClient):
 
     @property
     def num_changes(self) -> int:
-        """Changes that servers have asked for and that have not ended."""
+        """Number of changes asked for by servers that have not ended."""
         return len(self._changes)
 
     async def __aexit__(self, *details: object) -> None:
@@ -285,7 +285,7 @@ class LauncherService:
         return await self._cluster.wait_ready()
 
     async def drain(self, patience_s: float) -> None:
-        """Let all instances end what they have begun, at most so long; servers send no more."""
+        """Wait for all instances to end their requests, up to a limit; servers send no new ones."""
         await asyncio.gather(
             *(self._cluster.drain_out(name, patience_s) for name in self.instances)
         )
@@ -301,7 +301,7 @@ class LauncherService:
         return Roster(launcher=self._identity.name, instances=entries)
 
     def _note_change(self) -> None:
-        """Tell servers what has changed, once for all changes of a turn."""
+        """Tell servers of changes, once for all changes in one turn of the event loop."""
         if not self._is_telling:
             self._is_telling = True
             asyncio.get_running_loop().call_soon(self._tell)
@@ -325,7 +325,7 @@ class LauncherService:
 
 
 def make_prefix(launcher: str) -> str:
-    """Return what the names of a launcher's instances begin with."""
+    """Return the prefix of the names of a launcher's instances."""
     return f"{launcher}-" if launcher else ""
 
 
