@@ -53,7 +53,8 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
     for model_type, family in FAMILIES.items():
         if family.config_type:
             continue  # The same classes as another's.
-        for size in ("toy",) if quick else ("published", "toy"):
+        has_sizes = not quick and model_type in PUBLISHED_SIZES
+        for size in ("published", "toy") if has_sizes else ("toy",):
             sizes = TOY_SIZES | QUICK if quick else TOY_SIZES
             if size == "published":
                 sizes = PUBLISHED_SIZES[model_type][1]
