@@ -27,7 +27,8 @@ def is_native(tensor: Tensor) -> bool:
 
 def view_tensor(tensor: Tensor) -> _native.TensorView:
     """View a CPU tensor; the memory is shared and kept alive."""
-    # A capsule: ``Tensor.__dlpack__`` is Python and takes three times as long.
+    # torch's C function makes the DLPack capsule: ``Tensor.__dlpack__`` is Python code and takes
+    # three times as long.
     return _native.TensorView(to_dlpack(tensor.detach() if tensor.requires_grad else tensor))
 
 

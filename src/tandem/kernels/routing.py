@@ -33,7 +33,7 @@ class MoeLayers(NamedTuple):
     num_experts: int
     top_k: int
     num_deferred: int = 0
-    """Experts of an output token whose sum is added one layer later."""
+    """Number of an output token's experts whose sum is added one layer later."""
 
 
 class StepRouting:

@@ -9,7 +9,7 @@ __all__ = ["ModelConfig"]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The model that runs, its type, and the rules that place it."""
+    """Settings of the model that runs: its files, dtype, weight formats and placement."""
 
     path: Annotated[
         str,

@@ -103,7 +103,7 @@ class _Planned:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes of the tensor in the file."""
         return prod(self.shape) * self.dtype.itemsize
 
 

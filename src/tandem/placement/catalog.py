@@ -243,5 +243,5 @@ def find_model(name: str) -> KnownModel:
 
 @cache
 def read_published() -> PublishedRows:
-    """Return the published measurements."""
+    """Return the published measurements from the package's data."""
     return msgspec.convert(_read("published.yaml"), PublishedRows)

@@ -132,7 +132,7 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
 
     parts: Parts
     shared_gpu: float
-    """Share of ``parts.gpu`` spent in shared experts, which may overlap with experts on the CPU."""
+    """Seconds of ``parts.gpu`` in shared experts, which may overlap with experts on the CPU."""
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ def explain_row(name: str) -> str:
 
 
 def render_predictions() -> str:
-    """Return the page in Markdown."""
+    """Return the page of predicted and published speeds in Markdown."""
     published, eff = read_published(), read_efficiencies()
     figures = predict_rows(eff)
     rows = {row.id: row for row in published.rows}

@@ -114,7 +114,7 @@ class CudaStream:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.kept: list[Any] = []
-        """Host functions that the driver may still call."""
+        """Host functions that the driver may still call, kept alive until ``synchronize``."""
         self.captured: list[Any] | None = None
         """Host functions of the graph that is being captured; None outside of a capture."""
         self.failure: BaseException | None = None

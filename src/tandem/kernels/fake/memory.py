@@ -69,7 +69,7 @@ class DeviceTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator on a stream; on the host only what needs no values."""
+        """Run an operator inside a stream; outside, allow only operators that need no values."""
         name = getattr(func, "__name__", "")
         if name == "__get__":  # An attribute, such as shape or dtype.
             name = "dim"

@@ -1,1 +1,1 @@
-"""Routed experts of other shapes than gated blocks."""
+"""Routed experts that are not gated MLPs."""

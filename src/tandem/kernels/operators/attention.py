@@ -153,6 +153,6 @@ class Attention(Operator):
         return torch.cat(((firsts[:, None] + head).flatten(), values))
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
-        """Run as transformers' attention modules do: [1, T, D] in, ([1, T, D], None) out."""
+        """Run with transformers' attention interface: [1, T, D] in, ([1, T, D], None) out."""
         mixed = current_step().mix(self, hidden_states[0])
         return self.output_matrix.forward(mixed, dtype=mixed.dtype)[None], None

@@ -52,5 +52,5 @@ class FrozenLinear(Operator, nn.Linear):
         self.weight = freeze(torch.empty(0, dtype=reader.dtype))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N], new, in the dtype of the input."""
+        """Return ``x W^T + b`` [..., N], new, in the dtype of the input; W gets no gradient."""
         return multiply_frozen(self.packed, input)

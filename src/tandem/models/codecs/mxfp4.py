@@ -19,7 +19,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors of a weight."""
 
 GROUP_SIZE = 32
-"""Inputs that share a scale."""
+"""Number of consecutive inputs that share a scale."""
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Values of the positive 4-bit float codes."""

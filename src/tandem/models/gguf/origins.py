@@ -17,7 +17,7 @@ class Origin:
 
     weight: str
     shape: tuple[int, ...]
-    """Shape of the weight."""
+    """Shape of the weight in transformers' model."""
     recipe: Recipe
     part: int
     """Index of the tensor among those of the recipe."""

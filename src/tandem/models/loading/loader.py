@@ -782,7 +782,7 @@ def _list_harmless(checkpoint: Checkpoint, source: WeightSource) -> dict[str, st
     shared = "|".join(str(i) for i in range(first - num_shared, first))
     own = re.compile(rf"\.layers\.({shared})\.self_attn\.[kv]_(proj|norm)\.")
     harmless |= {name: why for name in source.entries if num_shared and own.search(name)}
-    # By the skeleton's names too, as of a file whose names are others.
+    # The skeleton's names are listed too, for files whose own tensor names differ (GGUF).
     harmless |= {
         f"model.layers.{i}.self_attn.{part}.weight": why
         for i in range(first - num_shared, first)

@@ -53,7 +53,8 @@ CONDITION, FLOOR = 4.0, 4e-6
 share of the largest logit.
 """
 MAX_EAGER = 1e-3
-"""Share of the largest logit that eager's own float32 may be off, to tell errors from roundings."""
+"""Largest float32 error of eager code, relative to the largest logit, at which bugs can still be
+told from rounding."""
 WAYS = tuple(
     (name, piece, has_ours)
     for name, piece in (("pieces", TINY_PIECE), ("whole", WHOLE_PROMPT), ("steps", 1))

@@ -724,7 +724,8 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
     shared = next((n for n in ("shared_expert", "shared_experts") if n in children), "")
     shared_gate = "shared_expert_gate" if "shared_expert_gate" in children else ""
     known = {gate, "experts", shared, shared_gate}
-    # A router that is no operator of ours is given the block's bias by the block's own code.
+    # Only our router operator takes the block's choice bias over. With transformers' router the
+    # bias counts as an unknown parameter, and the block is refused.
     is_ours = isinstance(view.operators.get(f"{view.name}.{gate}"), RouterSpec)
     own = {name for name, _ in module.named_parameters(recurse=False)}
     own -= {*CHOICE_BIASES} if is_ours else set()

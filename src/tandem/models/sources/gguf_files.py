@@ -78,7 +78,7 @@ class GgufFiles:
     """The headers of a model's file, or of all its parts."""
 
     metadata: Mapping[str, Value]
-    """Metadata of the first part."""
+    """Metadata of the model, from its first file."""
     tensors: Mapping[str, GgufTensor]
     paths: Mapping[str, Path]
     """File of each tensor."""

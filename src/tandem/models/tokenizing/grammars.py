@@ -153,5 +153,5 @@ def _write_schema(text: str) -> str:
 
 @cache
 def _load_bytes() -> TokenTable:
-    """Return the vocabulary of single bytes."""
+    """Return llguidance's table of a vocabulary whose tokens are the single bytes."""
     return _load_library().LLTokenizer("byte")

@@ -47,7 +47,7 @@ class TierSizes(NamedTuple):
     """Memory for experts that lie on disk."""
 
     num_slots: int
-    """Slots of each layer."""
+    """Slots in memory for each layer's experts."""
     num_staged: int
     slot_bytes: int
     reason: str

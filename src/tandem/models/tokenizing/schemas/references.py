@@ -66,7 +66,7 @@ class References:
         return value
 
     def child(self, place: Place, *keys: str | int) -> Place:
-        """Return the place of a schema within another."""
+        """Return the place of the schema under ``keys`` of the schema at ``place``."""
         return self._enter((*place.path, *keys), place.scope)
 
     def follow(self, reference: Any, place: Place) -> Place:
