@@ -108,7 +108,8 @@ class CpuStep:
         routing, experts, x = self._routing, choice.experts, choice.x
         ids, weights = choice.ids, choice.weights
         if experts.spec.scales_input:
-            # Rows of its own for each choice: no buffers are kept for a family with one of them.
+            # An input scaled by each choice's weight needs a row per choice: the operator allocates
+            # these rows at each call, without the step's buffers.
             choice.residual.tensor.add_(experts(x.tensor, ids.tensor, weights.tensor))
         elif routing is not None and routing.defers:
             self._add_deferring(routing, experts, choice.residual, x, ids, weights)

@@ -49,7 +49,7 @@ class OwnModel:
         self.packed_folders: list[Path] = []
         self.modules = modules
         self.num_placed = 0
-        """Layers whose experts are our operators."""
+        """Number of layers whose experts our operators compute."""
         if plan.own.has_our_experts:
             self.num_placed = place_experts(modules, plan.spec.dtype, context.pool)
         self._piece = plan.own.piece

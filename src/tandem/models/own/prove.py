@@ -60,8 +60,9 @@ WAYS = tuple(
     for name, piece in (("pieces", TINY_PIECE), ("whole", WHOLE_PROMPT), ("steps", 1))
     for has_ours in (True, False)
 )
-"""Ways to serve a class, the first that is proved is taken: what is fed at a time, and whether
-routed experts are our operators."""
+"""Ways to serve a class, tried in order until one is proved: name, tokens fed at a time, and
+whether our operators compute the routed experts.
+"""
 SEEDS = (0, 1)
 GAIN, SPREAD = 1.3, 0.3
 """Gain of random matrices and spread of random vectors, as in ``proof.tiny``."""
