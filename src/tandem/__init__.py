@@ -4,7 +4,8 @@ import os
 
 __version__ = "0.1.0"
 
-# Otherwise nothing is imported: Ctrl-C before the command line has its handler is a traceback.
+# Nothing else is imported here: Ctrl-C during an import, before the command line has its handler,
+# would print a traceback.
 if "TANDEM_MAX_ISA" in os.environ:  # noqa: TID251 - config.py is what is not to be imported
     from tandem.core.config import cap_libraries
 
@@ -16,6 +17,7 @@ def __getattr__(name: str) -> object:
     if name == "LLM":
         import importlib
 
-        # By name: modules below that read ``tandem.__version__`` do not depend on it.
+        # The module is imported by name: with an import statement, modules below that read
+        # ``tandem.__version__`` would depend on it.
         return importlib.import_module("tandem.llm").LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

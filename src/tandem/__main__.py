@@ -15,8 +15,9 @@ def main() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda _, __: _leave())
-        # Runs when all threads have ended. Python then restores the default action, with which an
-        # interrupt of its last moments would replace the status of a command that is done.
+        # At exit, after all threads have ended, SIGINT is ignored: Python would otherwise restore
+        # the default action, and an interrupt in its last moments would replace the exit status of
+        # a command that is done.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     from tandem.cli.main import main as run
 

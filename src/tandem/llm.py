@@ -198,7 +198,8 @@ class LLM:
         return app.state.context
 
     async def _close(self) -> None:
-        # Cancelled calls end first: their requests are to be cancelled while instances listen.
+        # Running calls are awaited before the engine closes, so that their requests are cancelled
+        # while the instances still listen.
         own = asyncio.current_task()
         calls = [task for task in self._calls if task is not own]
         await asyncio.gather(*calls, return_exceptions=True)

@@ -200,7 +200,8 @@ def _make_encoder(config: ServerConfig, tokenizer: Tokenizer) -> PromptEncoder:
             tokenizer.chat_template,
             tokenizer.special_tokens,
             timeout_s=config.template_timeout_s,
-            # A rendering that is longer than a body may be comes from a runaway loop.
+            # A rendered prompt longer than four bodies of the largest size comes from a template
+            # that loops without end.
             max_chars=4 * config.max_body_bytes,
         )
     threads = WorkThreads(config.tokenizer_threads)

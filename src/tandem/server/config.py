@@ -226,7 +226,7 @@ def load_api_keys(config: ServerConfig) -> tuple[str, ...]:
     if config.api_key_file is not None:
         file_keys = [line.split()[0] for line in _read_key_lines(config.api_key_file)]
         if not file_keys:
-            # An empty file must not quietly mean "no authentication".
+            # A key file without keys is refused: it would quietly switch authentication off.
             raise ConfigError(
                 "server.load_api_keys",
                 f"{config.api_key_file} holds no key: write one a line",

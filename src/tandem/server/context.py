@@ -412,7 +412,8 @@ class ServerContext:
             code = error.code if isinstance(error, TandemError) else "abort"
             if isinstance(error, OverloadError):
                 self.metrics.count_slo("rejected")
-            # The engine may have taken the request in the turn of the loop that ended the wait.
+            # The engine may have accepted the request just before the wait was cancelled or failed:
+            # closing the group cancels it there.
             await group.close()
             record.refuse(code, self.clock.now_s() - origin.arrived_s)
             raise
@@ -421,7 +422,8 @@ class ServerContext:
     def _find_terms(self, options: RequestOptions, origin: Origin) -> ServiceTerms:
         client = current_client.get()
         if client == BATCHES:
-            # Nobody waits: a batch is neither refused for objectives nor part of attainment.
+            # A batch has no waiting client: its requests carry no latency objectives, so they are
+            # neither refused for them nor counted in attainment.
             return ServiceTerms()
         return self.terms.find(options.model.name, client, origin.headers.get)
 
@@ -496,7 +498,8 @@ class ServerContext:
             seed = derive_seed(request_id, index)
             sampling = msgspec.structs.replace(sampling, seed=seed)
         request = AddRequest(
-            # The client's own id may repeat, or be another's; the engine's never does.
+            # The engine gets a fresh id: a client may repeat its own request id, or use another
+            # client's.
             request_id=uuid.uuid4().hex,
             prompt_ids=plan.prompt_ids,
             sampling=sampling,

@@ -148,7 +148,8 @@ class Generation:
         except asyncio.CancelledError:
             submitting = self._submitting
             if submitting.done() and not submitting.cancelled() and not submitting.exception():
-                # Accepted in this very turn of the loop: what ``close`` is to cancel.
+                # The engine accepted the request in the same turn of the loop that cancelled this
+                # task: the stream is kept for ``close`` to cancel.
                 self._stream = submitting.result()
             task = asyncio.current_task()
             if not self._is_aborted or (task is not None and task.cancelling()):
@@ -218,14 +219,16 @@ class Generation:
         piece = self._make_piece(self._match_stop(text))
         if piece.deltas or piece.finish_reason is not None:
             return piece
-        # The tokens of text that is held back come with the next piece.
+        # Text may be held back because it may begin a stop string or a character: its tokens are
+        # sent with the next piece.
         self._pending_text = piece.text
         self._pending_ids, self._pending = [*piece.token_ids], [*piece.logprobs]
         return None
 
     def _match_stop(self, text: str) -> str:
         matcher = self._matcher
-        # Like stop ids, stop strings do not count before min_tokens.
+        # A stop string does not end the text before min_tokens tokens are generated, as with stop
+        # token ids.
         if matcher is None or self.num_tokens <= self.request.sampling.min_tokens:
             return text
         text = matcher.feed(text)
@@ -272,7 +275,7 @@ class Generation:
         try:
             await self._stream.cancel()
         except TandemError as error:
-            # A lost instance holds nothing any more.
+            # An instance that is lost has lost its requests too: there is nothing left to cancel.
             _logger.debug("event=cancel_failed request_id=%s error=%s", self.request_id, error)
 
     @property
@@ -339,7 +342,8 @@ class GenerationGroup:
         self._live.add(self.name, self)
         submissions = [generation.submit(engine) for generation in self.generations]
         try:
-            # Together, as each is a round trip; the engine sees them in order all the same.
+            # All choices are submitted at once, since each submission is a round trip; the engine
+            # still receives them in order.
             results = await asyncio.gather(*submissions, return_exceptions=True)
         except asyncio.CancelledError:
             await self.close()
@@ -360,7 +364,8 @@ class GenerationGroup:
             yield only, piece
 
     async def _merged(self) -> AsyncGenerator[tuple[Generation, Piece], None]:
-        # Unbounded, but holds at most the tokens that the choices may generate.
+        # The queue has no limit of its own: it never holds more than the tokens that the choices
+        # may generate.
         queue: asyncio.Queue[tuple[Generation, Piece | Exception]] = asyncio.Queue()
 
         async def pump(generation: Generation) -> None:

@@ -61,7 +61,7 @@ class RunningServer:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
             return
         _logger.warning("event=stop_forced in_flight=%d", self._context.lifecycle.num_in_flight)
-        # uvicorn's own forced exit skips the lifespan's end and logs a traceback for it.
+        # uvicorn's own forced exit is not used: it skips the lifespan's end and logs a traceback.
         if self._abort is None:
             self._abort = asyncio.get_running_loop().create_task(self._abort_and_exit())
 
@@ -107,7 +107,7 @@ async def run_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        # Forwarded headers would let any client choose what the log says.
+        # X-Forwarded-For is ignored: with it any client could choose the address in the log.
         proxy_headers=False,
         timeout_keep_alive=_IDLE_CONNECTION_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
@@ -132,7 +132,8 @@ async def run_server(
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
-        # Connections left belong to clients that do not read, or do not end TLS.
+        # Connections that are still open have clients that do not read, or that do not close TLS:
+        # they are aborted.
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         await asyncio.sleep(0)
@@ -141,8 +142,9 @@ async def run_server(
 
 
 async def _serve_to_the_end(server: uvicorn.Server, listener: socket.socket) -> None:
-    # A cancelled uvicorn leaves the task of its lifespan behind, which the end of the loop cancels
-    # with a traceback in the log: let it shut down instead, then pass the cancellation on.
+    # A cancelled uvicorn leaves its lifespan's task behind, which asyncio cancels at the end of the
+    # loop with a traceback in the log. So uvicorn is told to exit, and then the cancellation is
+    # passed on.
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await asyncio.shield(serving)
@@ -157,7 +159,7 @@ async def _announce(
     running: RunningServer,
     on_started: Callable[[RunningServer], None] | None,
 ) -> None:
-    # uvicorn has no event for it; this ends within the milliseconds its startup takes.
+    # uvicorn has no event for "started", so the flag is polled; startup takes milliseconds.
     while not server.started:
         await asyncio.sleep(0.005)
     _logger.info("event=listening url=%s", running.url)

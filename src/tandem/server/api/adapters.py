@@ -58,7 +58,8 @@ async def _load(context: ServerContext, http: Request) -> str:
     try:
         await context.engine.load_adapter(AdapterSource(name=request.lora_name, folder=str(folder)))
     except CorruptionError as error:
-        # Here the file is what the client asks for: it is not our state that is damaged.
+        # A corrupt adapter file is the client's mistake: the client named the file. ConfigError is
+        # answered 400, CorruptionError would be 500.
         raise ConfigError("server.load_adapter", error.what, field="lora_path") from error
     return request.lora_name
 

@@ -208,7 +208,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
         Endpoint("/models", _POST, hosted.change_models, HostedModels, ChangeModels),
         Endpoint("/requests/{id:path}/timeline", _GET, get_timeline, RequestTimeline),
         Endpoint("/health", _GET, status.get_health, replies.Health),
-        # For SageMaker; vLLM answers both methods.
+        # SageMaker checks health at /ping; vLLM answers GET and POST there, so both are answered.
         Endpoint("/ping", _BOTH, status.get_health, replies.Health),
         Endpoint("/live", _GET, status.get_live, replies.Health),
         Endpoint("/ready", _GET, status.get_ready, replies.Readiness),
@@ -223,7 +223,7 @@ def list_endpoints(config: ServerConfig) -> list[Endpoint]:
 
 def _list_batches() -> list[Endpoint]:
     return [
-        # The body of an upload is a form, which no struct describes.
+        # POST /v1/files has no struct for its body: an upload is a multipart form.
         Endpoint("/v1/files", _POST, files.upload_file, batches.FileObject),
         Endpoint("/v1/files", _GET, files.list_files, batches.FileList),
         Endpoint("/v1/files/{id}", _GET, files.get_file, batches.FileObject),

@@ -22,7 +22,8 @@ async def get_timeline(context: ServerContext, http: Request) -> Response:
     """Tell what became of a request, ended or not, to the key that sent it."""
     record = context.timelines.find(context.find_owner(http), http.path_params["id"])
     if record is None:
-        # The same words for one of another key: whether it exists is that one's business.
+        # A request of another key gets the same error as an unknown id, so that nobody learns which
+        # ids exist.
         raise NotFoundError(
             "server.timeline",
             "no request of this id and key is remembered: take the id of the answer or its "

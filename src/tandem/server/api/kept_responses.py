@@ -130,7 +130,8 @@ class KeptResponses:
             parent = response.parent
             conversation = _Conversation(owner) if parent is None else parent.conversation
             if parent is not None and conversation not in self._conversations:
-                # Forgotten while the response was generated, which is of no use without it.
+                # The conversation was dropped while its next response was generated: the response
+                # is dropped too, since it cannot be continued without the earlier ones.
                 return
             shelf = self._shelves.setdefault(owner, _Shelf())
             if parent is not None:

@@ -60,7 +60,8 @@ def plain_messages(
             else:
                 entry["content"] = "\n".join([*filter(None, [content]), *map(_write_call, written)])
         if role == "tool" and message.tool_call_id in names:
-            # Templates of some families name the tool, which OpenAI's clients leave out.
+            # Chat templates of some families print the tool's name, which OpenAI's clients leave
+            # out of tool messages: the name is copied from the call.
             entry.setdefault("name", names[message.tool_call_id])
         plain.append(entry)
     return plain
@@ -92,7 +93,8 @@ def tell_tools(plain: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> 
 
 def _plain_call(call: InputCall) -> dict[str, Any]:
     function = call.function
-    # Arguments that broke off stay the text that they were.
+    # Arguments that are not a JSON object (a call cut off at the token limit, say) are passed to
+    # the template as the text that they are.
     arguments: Any = function.arguments
     try:
         decoded = json.loads(arguments) if arguments.strip() else {}

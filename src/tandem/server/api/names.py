@@ -68,7 +68,7 @@ def find_names(model: str, served: tuple[str, ...], folder: Path | None) -> Mode
     aliases = {"", "default", given, PurePath(given).name}
     base = PurePath(given).name
     if folder is not None and Path(given).exists():
-        # Of "." and of a link, the folder says more than what was given.
+        # The resolved folder gives a better name than the given path if that is "." or a link.
         base = base or folder.resolve().name
         aliases |= {str(folder.absolute()), str(folder.resolve()), folder.resolve().name}
     elif folder is not None:

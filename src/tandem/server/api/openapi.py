@@ -153,7 +153,8 @@ def _describe(endpoint: Endpoint, schema_of: dict[Any, Any]) -> dict[str, Any]:
     if endpoint.event is not None and endpoint.is_lines:
         content["application/x-ndjson"] = {"schema": schema_of[endpoint.event]}
     elif endpoint.event is not None:
-        # A stream that has begun has its status already: what goes wrong then is an event.
+        # A stream's HTTP status is sent before its first event, so an error in a stream is one more
+        # event: the schema allows an ErrorReply there.
         body = {"anyOf": [schema_of[endpoint.event], schema_of[ErrorReply]]}
         text = {"type": "string", "contentMediaType": "application/json", "contentSchema": body}
         data = {"anyOf": [{"const": "[DONE]"}, text]}

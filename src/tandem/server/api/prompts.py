@@ -100,7 +100,7 @@ def fit_max_tokens(
             "server.fit_max_tokens", f"{prompt_field} holds no token", field=prompt_field
         )
     room = max_model_len - prompt_len
-    # With nothing to generate (log-probabilities of a prompt) the context may be full.
+    # A request for no tokens (log-probabilities of the prompt alone) may fill the whole context.
     if room < (0 if asked == 0 else 1):
         raise ConfigError(
             "server.fit_max_tokens",
@@ -237,7 +237,8 @@ class PromptEncoder:
         asks = not is_continued if add_generation_prompt is None else add_generation_prompt
         plain = plain_messages(messages, self.call_form, knows_tools=self._knows_tools)
         given = arguments if arguments is not None else {}
-        # The caller's arguments come first, so that they cannot replace the conversation.
+        # The caller's template arguments are merged before the server's, so that they cannot
+        # replace the messages, the tools or add_generation_prompt.
         merged = {k: v for k, v in given.items() if k not in ("messages", "tools", "documents")}
         merged["add_generation_prompt"] = asks
         if tools:
@@ -273,6 +274,7 @@ def _cut_after(text: str, final: str) -> str:
             field="continue_final_message",
         )
     end = position + len(final.strip())
-    # Templates often strip; what the client wrote at the end is part of what is continued.
+    # Templates often strip a message's trailing white space; it is added again, since the model
+    # must continue exactly the text that the client wrote.
     tail = final[len(final.rstrip()) :]
     return text[:end] + tail

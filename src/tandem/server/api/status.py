@@ -45,7 +45,7 @@ _encode = msgspec.json.Encoder().encode
 
 def _is_ready(context: ServerContext) -> bool:
     if context.hub is not None:
-        # One that sleeps is woken by the request that wants it.
+        # A sleeping model counts as ready: the request that names it wakes it.
         states = {model.state for model in context.hub.models.values()}
         return not context.lifecycle.is_draining and states != {"waking"}
     is_up = context.engine.stage.stage == InstanceStage.READY and context.engine.info is not None

@@ -58,7 +58,8 @@ def _tokenize(context: ServerContext, request: TokenizeRequest) -> TokenizeReply
             arguments=request.chat_template_kwargs,
             tools=request.tools if request.tools is not None else (),
         )
-        # The template writes the special tokens itself.
+        # Chat templates write the special tokens into their text, so the tokenizer adds none unless
+        # the request asks for it.
         prompts, is_list, adds_special = [text], False, request.add_special_tokens is True
     else:
         is_list = isinstance(request.prompt, list)

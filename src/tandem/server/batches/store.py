@@ -67,7 +67,8 @@ class BatchStore:
             draft.unlink()
         for path in self._files_folder.iterdir():
             if path.suffix != ".json" and not path.with_suffix(".json").exists():
-                # An upload that a crash ended: nobody knows its name.
+                # A content file without its .json is an upload that a crash interrupted: no client
+                # was told its id.
                 path.unlink()
         for path in self._files_folder.glob("*.json"):
             kept = msgspec.json.decode(path.read_bytes(), type=KeptFile)
@@ -80,7 +81,7 @@ class BatchStore:
             self._batches[kept_batch.batch.id] = kept_batch
         self._num_bytes = sum(kept.file.bytes for kept in self._files.values())
 
-    # ---------------------------------------------------------------- files
+    # The methods from here to ``put_batch`` keep uploaded files and the files of results.
 
     def add_file(
         self, owner: str, name: str, purpose: str, content: BinaryIO | None, created_at: int
@@ -174,7 +175,8 @@ class BatchStore:
                 with _name_full_disk(), path.open("ab") as out:
                     out.write(line)
             except BaseException:
-                # A part of the line may be there, and the next one would go on behind it.
+                # The failed write may have left a part of the line: the file is cut back, or the
+                # next line would be appended to that part.
                 with suppress(OSError):
                     os.truncate(path, file.bytes)
                 self._reserve(-len(line))
@@ -191,7 +193,7 @@ class BatchStore:
             self._num_bytes -= len(whole) - end
         return whole[:end].splitlines()
 
-    # ---------------------------------------------------------------- batches
+    # The methods below keep the records of batches.
 
     def put_batch(self, kept: KeptBatch) -> None:
         """Keep a batch as it is now.
@@ -231,7 +233,7 @@ def _replace(path: Path, document: msgspec.Struct) -> None:
         with _name_full_disk(), draft.open("wb") as out:
             out.write(msgspec.json.encode(document))
             out.flush()
-            # A new name may reach the disk before the content does.
+            # Without fsync a crash could leave the new file's name on disk without its content.
             os.fsync(out.fileno())
     except BaseException:
         draft.unlink(missing_ok=True)

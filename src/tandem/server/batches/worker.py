@@ -163,7 +163,8 @@ class BatchWorker:
         self._running[batch.id] = job
         try:
             await asyncio.wait([job])
-            # Not cancelled by ``cancel``, the server stops: a restart goes on.
+            # A job cancelled while the batch is not "cancelling" was cancelled by the server's end:
+            # the batch keeps its status and goes on after a restart.
             if job.cancelled() and batch.status == "cancelling":
                 await asyncio.gather(*self._writes, return_exceptions=True)
                 await asyncio.to_thread(self._read_done, kept)
@@ -254,7 +255,8 @@ class BatchWorker:
         }
         file_id = batch.output_file_id if is_good else batch.error_file_id
         assert file_id is not None
-        # Shielded: a line that is cut off by a cancellation would be answered twice.
+        # The append is shielded from cancellation: a line that is not written would make a
+        # restarted server run its request a second time.
         append = asyncio.to_thread(self.store.append, file_id, _encode(record) + b"\n")
         writing = asyncio.ensure_future(append)
         self._writes.add(writing)
@@ -331,8 +333,9 @@ def _describe(batch_id: str, error: BaseException | None) -> BatchError:
     if isinstance(error, CapacityError):
         return BatchError(code="storage_full", message=str(error))
     if isinstance(error, FileNotFoundError):
-        # The end of a batch that a full disk did not keep is not known after a restart, and its
-        # files may be deleted from then on.
+        # After a restart a batch may still look unfinished because a full disk refused its last
+        # record, while its files were free to be deleted: a missing file fails the batch, not the
+        # server.
         return BatchError(code="file_deleted", message="a file of the batch was deleted")
     _logger.error("event=batch_failed batch=%s", batch_id, exc_info=error)
     return BatchError(code="internal", message="the server failed")
@@ -360,7 +363,7 @@ def _make_sender(
         async def receive() -> Message:
             if pending:
                 return pending.pop()
-            # A client that never leaves.
+            # A batch has no HTTP client that could disconnect: the second receive waits forever.
             return await asyncio.get_running_loop().create_future()
 
         scope = {

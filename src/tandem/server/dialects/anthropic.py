@@ -205,7 +205,8 @@ class _Answer:
         events: list[bytes] = []
         index = self.num_blocks - 1
         if kind == "thinking":
-            # Clients send it back; nothing here needs a signature.
+            # A thinking block ends with a signature, which clients send back with the block; the
+            # server checks none, so the signature is empty.
             change = {"type": "signature_delta", "signature": ""}
             events.append(_frame("content_block_delta", index=index, delta=change))
         return [*events, _frame("content_block_stop", index=index)]
@@ -302,7 +303,8 @@ def _translate(request: CountRequest) -> oai.ChatRequest:
         chat.parallel_tool_calls = choice.disable_parallel_tool_use is not True
     if request.thinking is not None:
         is_on = request.thinking.type != "disabled"
-        # The names that templates have for it.
+        # Chat templates of different families read either `enable_thinking` or `thinking`: both are
+        # set.
         chat.chat_template_kwargs = {"enable_thinking": is_on, "thinking": is_on}
     return chat
 
@@ -316,7 +318,8 @@ def _find_caching(
     for number in range(len(request.messages) - 1, -1, -1):
         control = _find_control(request.messages[number].content)
         if control is not None:
-            # A message may be several of chat: those after it are counted off.
+            # One Anthropic message may become several chat messages, so the marked message's place
+            # is found by subtracting the chat messages of all later ones.
             after = sum(len(_translate_message(m, "")) for m in request.messages[number + 1 :])
             count = len(chat.messages) - after
             return _Caching(count_shared(context, chat, count, prompt_ids), control)

@@ -124,7 +124,8 @@ class _Answer(OpenAIAnswer[ChatRequest]):
         self.num_calls[generation.index] += len(calls)
 
     def _find_reason(self, generation: Generation, piece: Piece) -> str | None:
-        # A call that broke off at the limit has "length": its arguments are not complete.
+        # A tool call that was cut off at the token limit keeps the reason "length", not
+        # "tool_calls": its arguments are incomplete.
         if piece.finish_reason == "stop" and self.num_calls[generation.index]:
             return "tool_calls"
         return piece.finish_reason
@@ -208,7 +209,7 @@ def encode_conversation(context: ServerContext, request: ChatRequest) -> Convers
     """Render and encode the messages of a request."""
     tools = list_active_tools(request.tools, request.tool_choice)
     prompt = _render(context, request, tools)
-    # The template writes the special tokens itself.
+    # The tokenizer adds no special tokens: the chat template has written them into the text.
     prompt_ids = context.encoder.encode(
         [prompt],
         add_special_tokens=False,
@@ -237,7 +238,8 @@ def count_shared(
     try:
         head = encode_conversation(context, part).prompt_ids
     except ConfigError:
-        # Some templates refuse a conversation that is cut off.
+        # Some templates refuse a conversation whose last messages are left out; then no shared
+        # prefix is counted.
         return 0
     pairs = zip(head, prompt_ids, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(head), len(prompt_ids)))

@@ -105,7 +105,8 @@ class _Answer:
     def make_document(self, generations: Sequence[Generation]) -> msgspec.Struct:
         """See ``Renderer``."""
         if not generations:
-            # Clients have the model loaded, or given up, by a request for nothing.
+            # A request without a prompt loads the model, or unloads it if keep_alive is 0, and
+            # generates nothing.
             reply = self._make(_Parts(), [])
             reply.done = True
             reply.done_reason = "unload" if self.request.keep_alive in (0, "0", "0s") else "load"
@@ -307,7 +308,8 @@ def _fit_context(plan: ChoicePlan, num_ctx: int) -> ChoicePlan:
 
 def _read_limit(request: OllamaRequest) -> TokenLimit:
     asked = request.options.num_predict if request.options is not None else None
-    # More than fits is as much as fits, as in Ollama.
+    # `num_predict` may exceed what fits into the context: like Ollama, the server then generates as
+    # much as fits.
     default = asked if asked is not None and asked > 0 else None
     return TokenLimit("options.num_predict", None, default)
 
@@ -347,7 +349,8 @@ def _translate(
         chat.response_format = oai.ResponseFormat("json_schema", {"schema": request.format})
     if request.think is not None:
         is_on = request.think is not False
-        # The names that templates have for it.
+        # Chat templates of different families read either `enable_thinking` or `thinking`: both are
+        # set.
         chat.chat_template_kwargs = {"enable_thinking": is_on, "thinking": is_on}
         if isinstance(request.think, str):
             chat.reasoning_effort = request.think

@@ -74,7 +74,8 @@ class OpenAIAnswer(Generic[R]):
         if options is not None and options.continuous_usage_stats is True:
             chunks[-1].usage = count_piece_usage(generation, piece)
         elif options is not None and options.include_usage is True:
-            # OpenAI sends null until the last event.
+            # With include_usage OpenAI's chunks carry `usage: null`; only the last event has the
+            # counts.
             chunks[-1].usage = None
         return [encode_event(_encode(each)) for each in chunks]
 

@@ -95,7 +95,7 @@ def plan_grammar(
     if grammar:
         context.grammars.check(grammar, info, field)
         if tools:
-            # Either an answer of that form, or calls.
+            # The answer either has the form that the request prescribes, or consists of tool calls.
             forced = _write_tool_grammar(context.encoder, request, tools, is_forced=True)
             context.grammars.check(forced, info, "tools")
             grammar = join_grammars("start: @body | @calls", body=grammar, calls=forced)

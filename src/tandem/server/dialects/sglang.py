@@ -303,7 +303,8 @@ def _finish(generation: Generation) -> dict[str, Any]:
     match generation.finish_reason:
         case "stop":
             matched = generation.stop_reason
-            # SGLang names the token of the model's own that ended the text, OpenAI's dialect not.
+            # SGLang reports the id of the end-of-sequence token that ended the text; OpenAI's
+            # dialect reports nothing for it.
             return {
                 "type": "stop",
                 "matched": generation.stop_token_id if matched is None else matched,

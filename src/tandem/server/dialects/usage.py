@@ -88,8 +88,9 @@ def add_completion_logprobs(
             target.top_logprobs.append(None)
             continue
         target.token_logprobs.append(entry.logprob)
-        # The chosen token is always there, as in OpenAI's own answers. Several may have one text
-        # (pieces of a character): the likeliest of them stands, by which clients tell greedy ones.
+        # The chosen token is always among the alternatives, as in OpenAI's answers. Several tokens
+        # may have the same text (pieces of a character); the likeliest of them keeps the text,
+        # since clients recognise greedy tokens by the highest log-probability.
         likeliest = {
             tokenizer.token_text(i): logprob for i, logprob in reversed(entry.top[:num_top])
         }

@@ -62,14 +62,16 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_named)
         finally:
-            # Machines ask these every few seconds.
+            # Monitoring asks for these paths every few seconds: at INFO their lines would fill the
+            # log.
             level = logging.DEBUG if scope["path"] in WATCHED_PATHS else logging.INFO
             _logger.log(
                 level,
                 "event=request method=%s path=%s status=%d duration_s=%.3f client=%s",
                 scope["method"],
                 quote(scope["path"])[:_LONGEST_PATH],
-                # An answer that began and has no end is one that its client did not wait for.
+                # An answer that began but did not end was cut off by its client: it is logged as
+                # 499.
                 status if is_complete or status == 500 else CLIENT_CLOSED,
                 self._clock.now_s() - began_s,
                 _name_client(scope),

@@ -56,7 +56,8 @@ class ApiKeyGate:
         handler = self._app
         presented = _bearer_token(scope["headers"])
         scope[_IS_ADMIN] = self._is_admin(presented)
-        # Another method is answered 405 by whoever knows the paths.
+        # Only POST needs the administrator's key here: any other method is answered 405 by the
+        # router.
         needs_admin = scope["path"] in ADMIN_PATHS and scope["method"] == "POST"
         needs_key = bool(self._digests)
         if needs_admin and not self._admin_digests:
@@ -83,7 +84,8 @@ class ApiKeyGate:
     def _is_admin(self, presented: bytes | None) -> bool:
         if self._admin_digests:
             return presented is not None and _is_known(presented, self._admin_digests)
-        # One client or unknown ones: whatever is here is theirs.
+        # Without administrator's keys, and with at most one API key, all clients have the same
+        # rights: every request acts as an administrator.
         return len(self._digests) <= 1
 
 
@@ -99,7 +101,8 @@ def _is_known(presented: bytes, digests: Sequence[bytes]) -> bool:
     digest = _digest(presented)
     is_known = False
     for known in digests:
-        # No early exit.
+        # All digests are compared, without an early exit: the time taken does not tell which key
+        # matched.
         is_known |= hmac.compare_digest(digest, known)
     return is_known
 

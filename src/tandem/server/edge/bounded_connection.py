@@ -67,7 +67,8 @@ class BoundedConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.parser = _Parser(self)
-        # As uvicorn sets its own: what follows "Connection: close" is no reason not to answer.
+        # uvicorn sets the same leniency on its own parser: data after "Connection: close" does not
+        # keep the request from being answered.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._kept_bytes = 0  # Since a head or a piece of a body was whole.
         self._is_in_head = False

@@ -123,7 +123,8 @@ async def limit_time(seconds: float) -> AsyncIterator[None]:
     except TimeoutError as error:
         if isinstance(error, TandemError):
             raise
-        # Not the seconds: they are what was left of the limit when the block began.
+        # The message names no seconds: `seconds` is only what was left of the request's limit when
+        # this block began.
         what = (
             "the request took longer than its time limit: give a larger timeout, or set "
             "server.request_timeout_s"

@@ -34,7 +34,8 @@ class HostGate:
         self._is_off = "*" in allowed
         own = ("localhost", "127.0.0.1", "::1", socket.gethostname())
         self._names = {name.lower() for name in (*own, *allowed)}
-        # "*.example.org" covers the names below it; compared as the suffix ".example.org".
+        # "*.example.org" allows every name below example.org; it is compared as the suffix
+        # ".example.org".
         self._suffixes = tuple(name[1:] for name in self._names if name.startswith("*."))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -90,7 +90,8 @@ def describe_error(error: TandemError) -> HttpError:
     elif error.code in _RETRY_AFTER_S:
         headers["Retry-After"] = str(_RETRY_AFTER_S[error.code])
     elif status >= 500:
-        # The official clients repeat any 5xx, which would run a slow request again and again.
+        # OpenAI's and Anthropic's clients repeat a request on any 5xx unless this header forbids
+        # it; repeating a slow request would only run it again and again.
         headers["x-should-retry"] = "false"
     return HttpError(status, error.what, param=error.field, code=error.code, headers=headers)
 

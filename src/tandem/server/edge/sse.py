@@ -62,7 +62,8 @@ class EventStream(Response):
             media_type=media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        # Response computes a length of zero for its empty body.
+        # Starlette's Response sets content-length 0 for its empty body, which a stream must not
+        # have.
         del self.headers["content-length"]
         self._group = group
         self._events = events
@@ -99,12 +100,13 @@ class EventStream(Response):
         return self._frame_error(described.body, described.status)
 
     async def _send_event(self, send: Send, event: bytes) -> None:
-        # Returns at once while the socket takes it; waits while the client reads too slowly.
+        # `send` returns at once while the socket's buffer has room, and waits while the client
+        # reads too slowly: the timeout ends that wait.
         try:
             async with asyncio.timeout(self._send_timeout_s):
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except TimeoutError as error:
             raise ClientGoneError from error
-        # A failed send is reported in the loop's next turn. Without one between events that
-        # are ready together, all of them would go to a socket that is gone.
+        # asyncio reports a failed send in the loop's next turn: without a turn between events that
+        # are ready together, all of them would be written to a closed socket.
         await asyncio.sleep(0)

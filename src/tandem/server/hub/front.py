@@ -49,7 +49,8 @@ class ModelFront(Starlette):
         super().__init__(lifespan=self._live)
         self._hub = hub
         self._models = list(hub.models.values())
-        # What the server drains at its end: the applications share it.
+        # The server drains one context at its end: all models' applications share its lifecycle, so
+        # the first one's context serves.
         self.state.context = self._context_of(self._models[0])
 
     @staticmethod

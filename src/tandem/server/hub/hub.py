@@ -140,7 +140,8 @@ class ModelHub:
         self.find(name)
         task = self._wakes.get(name)
         if task is None:
-            # A task of its own: whoever asked first may leave, and others wait for it too.
+            # Waking runs as its own task: if the request that asked first is cancelled, the others
+            # still wait for the model.
             task = self._wakes[name] = asyncio.create_task(self._wake(name))
             task.add_done_callback(partial(self._forget_wake, name))
         await asyncio.shield(task)
@@ -173,7 +174,8 @@ class ModelHub:
                 async with asyncio.timeout(WAKE_TIMEOUT_S):
                     info = await model.engine.wake()
             except BaseException as error:
-                # What has begun is ended, so that its memory is free.
+                # A wake that failed puts the model back to sleep, so that the memory it has taken
+                # is free again.
                 model.enter("draining")
                 await asyncio.shield(model.engine.sleep())
                 self.residency.note_asleep(name)
@@ -204,7 +206,7 @@ class ModelHub:
     async def _sleep(self, model: HostedModel) -> None:
         if model.state != "awake":
             return
-        # From here on its new requests wait at the gate.
+        # In the state "draining" new requests for the model wait at the gate.
         model.enter("draining")
         while model.num_entering:
             await asyncio.sleep(0.01)

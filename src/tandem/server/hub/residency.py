@@ -86,7 +86,8 @@ class Residency:
         while free < 0 and candidates:
             victims.append(candidates.pop(0))
             free += self._needs[victims[-1]]
-        # The whole need counts once more when only a mistaken estimate was in the way.
+        # If no pinned model is in the way and victims were found, only the estimate says that the
+        # model does not fit: it is tried all the same.
         if free < 0 and (pinned or not victims):
             raise ConfigError(
                 "hub.wake",

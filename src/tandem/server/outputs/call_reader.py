@@ -143,7 +143,8 @@ def _skip_members(source: TextSource, ends: Sequence[str]) -> Reading[None]:
     scan = _Scan(ends, depth=1)
     while (end := scan.find_end(source.text)) is None and not source.is_ended:
         yield
-    # Without an end the rest is text that belongs to nothing: it stays, and is told as text.
+    # If the object's end never comes, the text belongs to no call: it is left in the source and is
+    # sent as ordinary text.
     if end is not None:
         source.take(end)
 

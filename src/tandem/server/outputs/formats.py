@@ -117,7 +117,8 @@ def _read_dsml(reader: CallReader) -> Reading[bool]:
 def _read_glm(reader: CallReader) -> Reading[bool]:
     source, close = reader.source, "</tool_call>"
     yield from source.skip_space()
-    # The name ends where the line, the first argument or the call does.
+    # In GLM's form a function's name ends at a line break, at the first argument's mark or at the
+    # end of the call.
     name = ""
     while True:
         for mark in (_GLM_MARKS.open, close, "\n"):

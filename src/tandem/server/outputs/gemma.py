@@ -29,7 +29,8 @@ def read_gemma_call(reader: CallReader) -> Reading[bool]:
         value = _Value(text).read_all() if mark is not None else None
     except (ValueError, IndexError):
         value = None
-    # What does not read as a value, or broke off, is passed on as it was written.
+    # Arguments that cannot be read as Gemma's values, or that were cut off, are passed on as they
+    # were written.
     reader.add(text if value is None else json.dumps(value, ensure_ascii=False))
     return True
 

@@ -74,7 +74,8 @@ def _read_text(reader: CallReader, marks: ParameterMarks) -> Reading[bool]:
     def emit(text: str) -> None:
         nonlocal held
         text = held + text
-        # The last line break may be that before the mark.
+        # A trailing line break is held back: it may be the one before the closing mark, which is
+        # not part of the value.
         held = "\n" if marks.is_on_lines and text.endswith("\n") else ""
         reader.add(json.dumps(text[: len(text) - len(held)], ensure_ascii=False)[1:-1])
 
@@ -88,7 +89,8 @@ def _read_text(reader: CallReader, marks: ParameterMarks) -> Reading[bool]:
 def _read_other(reader: CallReader, marks: ParameterMarks, kinds: set[str]) -> Reading[bool]:
     written, mark = yield from reader.source.collect_until((marks.value_close,))
     if mark is None:
-        # Broken off: what came is not lost.
+        # The text ended before the closing mark: the part that came is passed on as an unfinished
+        # JSON string.
         reader.add(json.dumps(written, ensure_ascii=False)[:-1])
         return False
     reader.add(json.dumps(_convert(written, kinds, marks), ensure_ascii=False))
@@ -104,7 +106,7 @@ def _convert(written: str, kinds: set[str], marks: ParameterMarks) -> Any:
         value = json.loads(text.strip(), parse_constant=_refuse_constant)
     except ValueError:
         lowered = text.strip().lower()
-        # Models write Python's names as well.
+        # Models write Python's True, False and None as well as JSON's true, false and null.
         words = {"true": True, "false": False, "none": None, "null": None}
         is_word = lowered in words and bool(kinds) and "string" not in kinds
         return words[lowered] if is_word else text

@@ -114,7 +114,8 @@ class FormatParser:
         may_think = think is not None
         while True:
             if think is not None and may_think and not self._is_thinking:
-                # Only here: further on, the mark is what an answer speaks about.
+                # The opening mark of reasoning counts only at the start of the answer: later on, an
+                # answer may speak about the mark itself.
                 yield from self._open_reasoning(think[0])
             may_think = False
             marks = [*calls, *skipped]
@@ -180,7 +181,8 @@ class FormatParser:
             for sign in ("<|channel|>", "<|start|>", "<|message|>", "assistant", "to="):
                 is_header = is_header or (yield from source.starts_with(sign))
             if not is_header:
-                # No message: text of a model that does not write this form, or the end.
+                # Text that does not begin with a header of Harmony's form is plain text: of a model
+                # that does not write this form, or the end of the output.
                 self._take_left(self._text)
                 mark = yield from source.read_until((*ends, "<|channel|>"), self._text.add)
                 if mark is None:

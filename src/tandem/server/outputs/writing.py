@@ -119,7 +119,8 @@ WRITTEN_CALLS: Mapping[str, WrittenCalls] = {
         '{"name": "{name}", "parameters": ',
         "}",
         between="; ",
-        # An answer that begins as an object does is a call.
+        # The grammar takes an answer that begins with "{" for a call: free text must begin with
+        # another character.
         answer="start: «<|python_tag|>»? calls | text?\ntext: /[ \\n]*[^{ \\n](.|\\n)*/",
     ),
     "harmony": WrittenCalls(
@@ -160,7 +161,8 @@ def write_calls(
     calls = [rules.add_call(name, schema) for name, schema in tools.items()]
     call = f"({' | '.join(calls)})"
     parts = [call]
-    # Without a mark around them, calls behind a trigger repeat with it.
+    # Calls without a mark around all of them, in a grammar with a trigger, are repeated by
+    # repeating the trigger: here one call is enough.
     repeats = written.between is not None and (written.begin or not trigger)
     if is_parallel and repeats and written.between is not None:
         parts.append(f"({literal(written.between)} {call})*" if written.between else f"{call}*")
@@ -200,7 +202,7 @@ class _Rules:
         written = self._written
         head = written.head.replace("{name}", name)
         before, has_index, after = head.partition("{index}")
-        # Behind the mark of the section, or of the call where there is no section.
+        # The trigger is the section's opening mark, or the call's own if the format has no section.
         parts = [self._literal(before) if written.begin else self.open(before)]
         if has_index:
             parts += ["/[0-9]{1,2}/", self._literal(after)]
@@ -222,7 +224,8 @@ class _Rules:
         ]
         if not self._written.comma:
             return " ".join(name if needed else f"{name}?" for name, needed in names)
-        # With commas between them the optional ones follow those that are required.
+        # In formats with commas the required parameters are written first and the optional ones
+        # after them, so that each optional one brings its own comma.
         comma = self._literal(self._written.comma)
         needed = [name for name, is_needed in names if is_needed]
         others = [name for name, is_needed in names if not is_needed]
@@ -267,7 +270,8 @@ class _Rules:
         if schema is whole and "type" not in schema:
             schema = {**schema, "type": "object"}
         shared = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
-        # As templates write arguments: with a space after colons and commas, and no other.
+        # Chat templates write JSON arguments with one space after each colon and comma and no other
+        # white space: the grammar asks for the same.
         spaces = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
         text = json.dumps(shared | {**schema, "x-guidance": spaces}, ensure_ascii=False)
         return f"%json {text}"

@@ -39,7 +39,8 @@ _POLICY = {
     "base-uri": "'none'",
     "form-action": "'none'",
     "frame-ancestors": "'none'",
-    # Text becomes markup in one place, through DOMPurify; the browser refuses any other.
+    # The page makes markup from text in one place only, through DOMPurify; with trusted types the
+    # browser refuses any other.
     "require-trusted-types-for": "'script'",
     "trusted-types": "dompurify",
 }
@@ -49,7 +50,8 @@ PAGE_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    # A newer server has a newer page: the browser asks each time, and is told 304.
+    # With "no-cache" the browser asks each time whether the page has changed, since an updated
+    # server has a new page; it is answered 304 if not.
     "cache-control": "no-cache",
     "vary": "accept-encoding",
 }

@@ -53,7 +53,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     """
     check_containers(body)
     try:
-        # Fields that msgspec skips are not checked for UTF-8.
+        # msgspec does not check unknown fields for UTF-8, so the whole body is decoded first.
         body.decode()
         return decoder.decode(body)
     except UnicodeDecodeError as error:
@@ -63,13 +63,15 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
         text = str(error)
         if "got `float`" in text:
             try:
-                # JSON has one kind of number: 1.0 is an integer, as JSON Schema says too.
+                # In JSON, and in JSON Schema, 1.0 is an integer: integral floats are converted and
+                # the body is read again.
                 value = round_integral(msgspec.json.decode(body))
                 return msgspec.convert(value, decoder.type, str_keys=True)
             except (msgspec.MsgspecError, RecursionError):
                 pass  # What was wrong at first is told.
         found = _PATH.search(text)
-        # ``[...]`` is msgspec's path of a value in a mapping.
+        # In msgspec's error messages ``[...]`` is the path of a value in a mapping; the suffix is
+        # removed, since it names no field.
         field = found["path"].removeprefix(".").removesuffix("[...]") if found is not None else ""
         what = text[: found.start()] if found is not None else text
         missing = _MISSING.search(what)
@@ -80,7 +82,8 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     except msgspec.DecodeError as error:
         found = _BYTE.search(str(error))
         offset = int(found["offset"]) if found is not None else len(body)
-        # msgspec takes half a surrogate pair at the end of a string for a truncated body.
+        # msgspec reports half a surrogate pair at the end of a string as a truncated body: the half
+        # is looked for, to name the true mistake.
         halves = (m for m in _SURROGATE.finditer(body, 0, _LONGEST_SCAN) if m["lone"] is not None)
         half = next(halves, None)
         if half is not None and half.start() < offset:
@@ -99,7 +102,8 @@ def check_containers(body: bytes) -> None:
     """
     if len(body) <= MAX_CONTAINERS or body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
         return
-    # A loop, not one call: other threads run between two texts.
+    # Matches are counted in a Python loop, not by one call, so that other threads may run in
+    # between.
     count = 0
     for found in _CONTAINER_OR_TEXT.finditer(body):
         count += not found[0].startswith(b'"')

@@ -54,7 +54,7 @@ _CONTENT = {
 }
 _MESSAGES = _list_of(
     {
-        # Calls may stand for the content of a message.
+        # An assistant's message may have tool calls instead of content.
         "anyOf": [
             {"required": ["content"], "properties": {"content": _CONTENT}},
             {
@@ -68,7 +68,8 @@ _MESSAGES = _list_of(
     }
 )
 _HAS_ONE_BEST = {
-    # Answers are not ranked. Any other n may be repeated as best_of; nobody asks for that.
+    # Answers are not ranked, so best_of must be 1 or absent; best_of equal to a larger n would mean
+    # the same, but no client sends it.
     "anyOf": [
         _absent("best_of"),
         {"properties": {"best_of": {"const": 1}, "n": {"enum": [None, 1]}}},
@@ -80,7 +81,8 @@ _CAN_BE_ASKED = {
     }
 }
 _HAS_ROOM = {
-    # Of both limits the newer name holds, where it is given.
+    # If a request has both max_completion_tokens and max_tokens, the newer max_completion_tokens
+    # counts.
     "anyOf": [
         _given("max_completion_tokens", {"type": "integer", "minimum": 1}),
         {
@@ -92,7 +94,8 @@ _HAS_ROOM = {
     ]
 }
 _ONE_END = {
-    # A final message goes on, or an answer begins: not both.
+    # A request either continues the final message or begins an answer, so the two options exclude
+    # each other.
     "anyOf": [
         {"properties": {"continue_final_message": {"enum": [None, False]}}},
         {"properties": {"add_generation_prompt": {"enum": [None, False]}}},

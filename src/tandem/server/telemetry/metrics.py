@@ -254,7 +254,8 @@ class ServerMetrics:
         family = Histogram(
             spec.name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry
         )
-        # Looking a label up for each token would cost more than the observation.
+        # The label is bound once: looking it up for each token would cost more than the
+        # observation.
         return family.labels(self._model_name)
 
     def _counter(self, spec: MetricSpec) -> Counter:
@@ -340,7 +341,8 @@ def merge_pages(pages: Sequence[bytes]) -> bytes:
         for line in page.splitlines():
             if line.startswith(b"# HELP "):
                 lines = families.setdefault(line.split(b" ", 3)[2], {})
-            # A series is all but the value; of comments, all.
+            # A line is a duplicate if its series (name and labels, without the value) was seen; of
+            # a comment line the whole text counts.
             series = line if line.startswith(b"#") else line.rpartition(b" ")[0]
             lines.setdefault(series, line)
     found = [line for lines in families.values() for line in lines.values()]

@@ -104,7 +104,8 @@ class RequestTracer:
             await asyncio.wait(self._pending, timeout=_CLOSE_TIMEOUT_S)
         for task in self._pending:
             task.cancel()
-        # It waits for the collector, up to the exporter's own limit.
+        # ``shutdown`` blocks until the collector has taken the last spans, up to the exporter's own
+        # time limit.
         with suppress(TimeoutError):
             async with asyncio.timeout(_EXPORT_TIMEOUT_S + 1):
                 await asyncio.to_thread(self._provider.shutdown)
@@ -221,7 +222,8 @@ class _SpanWriter:
             attributes=attributes,
             start_time=self._at_ns(begin_s),
         )
-        # Two clocks tell the times of an instance: a phase never ends before it began.
+        # Begin and end may come from two clocks (the server's and the instance's): the end is at
+        # least the beginning.
         span.end(end_time=self._at_ns(max(begin_s, end_s)))
         return set_span_in_context(span, parent)
 

@@ -81,7 +81,8 @@ class ChatTemplate:
         variables = {"messages": messages, "tools": None, "documents": None}
         variables |= self._variables | arguments
         try:
-            # JSON, in which they came: msgpack has no integers of more than 64 bits.
+            # Arguments are passed on as JSON, the form they came in: msgpack cannot carry integers
+            # of more than 64 bits.
             message = msgspec.json.encode((variables, self._max_chars))
         except (ValueError, RecursionError) as error:
             raise ConfigError(
@@ -120,7 +121,8 @@ class ChatTemplate:
                 self._idle.append(worker)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        # The path is all it inherits: a template that escaped would find no secrets.
+        # The template's process inherits nothing but the import path: a template that escapes its
+        # sandbox finds no secrets in the environment.
         environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         worker = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
@@ -128,7 +130,8 @@ class ChatTemplate:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
-            # Ctrl-C in a terminal is for the server, which drains: conversations still come here.
+            # The process has its own group, so that Ctrl-C in a terminal does not reach it: the
+            # server drains and still renders conversations.
             process_group=0,
         )
         with self._lock:
@@ -196,7 +199,7 @@ class ChatTemplate:
                 self._idle.remove(worker)
         if is_known:
             worker.kill()
-            # ``communicate`` also closes the pipes.
+            # ``communicate`` waits for the killed process and closes its pipes.
             worker.communicate()
 
 

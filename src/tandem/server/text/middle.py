@@ -12,13 +12,14 @@ from tandem.models.tokenizing.tokenizer import Tokenizer
 __all__ = ["MiddleTokens", "find_middle_tokens", "has_middle_tokens"]
 
 _MARKS = (
-    # Qwen and CodeGemma; StarCoder, Granite and StableCode; GLM.
+    # Marks of three groups of models: Qwen and CodeGemma; StarCoder, Granite and StableCode; GLM.
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
-    # DeepSeek: the hole is named where the suffix begins, the middle is written behind the end.
+    # DeepSeek's order is begin, prefix, hole, suffix, end: the hole's mark stands before the
+    # suffix, and the middle is generated after the end's mark.
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    # Code Llama spells them with the space mark of its vocabulary.
+    # Code Llama's marks begin with its vocabulary's space mark.
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 )
 """Before the prefix, before the suffix, before the middle, by family."""

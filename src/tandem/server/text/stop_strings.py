@@ -43,7 +43,8 @@ class StopStrings:
         self.match[state] = string
 
     def _link(self) -> None:
-        # Breadth first, so that a fallback, being shorter, is complete when it is needed.
+        # States are linked breadth first: a state's fallback is shorter, so it is complete when it
+        # is needed.
         queue = deque(self.children[0].values())
         while queue:
             state = queue.popleft()

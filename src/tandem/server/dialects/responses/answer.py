@@ -190,7 +190,8 @@ class ResponseAnswer:
                 )
             case ArgumentsDelta(_, text):
                 if isinstance(item, CustomCallItem):
-                    # JSON, of which the text is a part: told when it is complete.
+                    # A custom tool's input is written as JSON around one text, so its pieces are
+                    # collected, and the text is sent when the JSON is complete.
                     item.input += text
                     return []
                 assert isinstance(item, CallItem)
@@ -268,7 +269,8 @@ class ResponseAnswer:
             document.completed_at = self.now_s()
             return
         document.status = "incomplete"
-        # A request that was aborted from outside has no reason of OpenAI's.
+        # OpenAI's API has no reason for a request that was aborted by an administrator: "aborted"
+        # is ours.
         what = "max_output_tokens" if reason == "length" else "aborted"
         document.incomplete_details = IncompleteDetails(what)
 

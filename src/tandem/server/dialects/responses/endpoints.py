@@ -90,7 +90,8 @@ def _run_in_background(
     assert kept is not None
     kept.document, kept.is_background, kept.is_running = _encode(document), True, True
     context.kept_responses.add(response.owner, kept, context.clock.now_s())
-    # Like a request whose client waits: it takes a place, and draining waits for it.
+    # A background response counts as a request in flight, as if its client waited: it takes a place
+    # within the limits, and draining waits for it.
     client = current_client.get()
     context.lifecycle.enter(client)
     job = asyncio.create_task(_run(context, response, origin))
@@ -104,7 +105,8 @@ def _make_leave(
 ) -> Callable[["asyncio.Task[None]"], None]:
     def leave(job: "asyncio.Task[None]") -> None:
         if job.cancelled():
-            # Before its first step: nothing of `_run` has run, its handlers neither.
+            # A task that is cancelled before its first step runs none of `_run`, not even its
+            # exception handlers: the response is marked as cancelled here.
             response.answer.cancel()
         del context.background_jobs[response.answer.document.id]
         context.lifecycle.leave(client)

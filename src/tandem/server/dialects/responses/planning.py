@@ -183,7 +183,8 @@ def _translate(request: ResponsesRequest, messages: list[oai.InputMessage]) -> o
         chat.logprobs, chat.top_logprobs = True, request.top_logprobs or 0
     effort = None if request.reasoning is None else request.reasoning.effort
     if effort == "none":
-        # The names that templates have for it.
+        # Chat templates of different families read either `enable_thinking` or `thinking`: both are
+        # set.
         off = {"enable_thinking": False, "thinking": False}
         chat.chat_template_kwargs = off | (chat.chat_template_kwargs or {})
     elif effort is not None:

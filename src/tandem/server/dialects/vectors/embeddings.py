@@ -142,5 +142,5 @@ def _check_dimensions(asked: int | None, hidden_size: int) -> None:
 def _normalize(vector: NDArray[np.float32]) -> NDArray[np.float32]:
     exact = vector.astype(np.float64)
     length = np.sqrt((exact * exact).sum())
-    # A vector of zeros has no direction.
+    # A zero vector has no direction and cannot be scaled to length 1: it is returned unchanged.
     return (exact / length if length else exact).astype(np.float32)
