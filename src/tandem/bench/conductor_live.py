@@ -175,7 +175,8 @@ class _Server:
         self.url: str = self._process.said["url"]
 
     def __enter__(self) -> Self:
-        # The same for every policy: its conductor learns what steps cost.
+        # Every policy gets the same warm-up load, from which the conductor learns the cost of
+        # steps.
         self.load("random", NUM_WARMUP, "--random-input-len", "1500", "--random-range-ratio", "0.1",
                   "--random-output-len", "16", "--request-rate", "4")  # fmt: skip
         self.flush()
@@ -337,7 +338,8 @@ class _Live:
         """Return the run of a policy at a share of the saturating rate; it is run once."""
         key = policy, share
         if key not in self._runs:
-            # Known before the server is there, whose caches are empty: both send requests.
+            # Rate and objectives are measured before this server starts: measuring them sends
+            # requests, and the run must begin with empty caches.
             rate, objectives = share * self.saturating_rate, self.single[1]
             with self.serve(policy) as server:
                 self._runs[key] = self.replay(server, rate, objectives)

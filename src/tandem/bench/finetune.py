@@ -88,7 +88,8 @@ def _make_format_cases(
         return shape.tokens / seconds
 
     def check() -> str:
-        # All begin with the same adapters, which add nothing to the first loss.
+        # All sides begin with the same adapters, which change nothing until the first update: so
+        # the first losses must be equal.
         loss = ours.call("step")[1]
         wanted = next(iter(rivals.values())).call("first_loss")
         off = abs(loss / wanted - 1)

@@ -125,7 +125,7 @@ class _Store:
             )
             self.client = StoreClient(config)
             try:
-                # One that remembers nothing.
+                # This client caches no locations, so each of its lookups asks the master.
                 self.asking = StoreClient(msgspec.structs.replace(config, location_cache=0))
             except BaseException:
                 self.client.close()
@@ -262,7 +262,8 @@ class _ObjectCase:
         return "ok"
 
     def _measure_put(self) -> float:
-        # Puts of new keys: the removal between two is not timed.
+        # Each put is of keys that the store does not hold: the keys are removed before it, outside
+        # of the measured time.
         return _measure_us(self._put, before=lambda: self._store.client.remove_many(self._keys))
 
     def _measure_near_put(self) -> float:

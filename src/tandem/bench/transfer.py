@@ -192,7 +192,8 @@ class _Pair:
             while done < size:
                 done += self.socket.recv_into(view[done:])
         else:
-            # In one call: the head alone would wake the other side for nothing.
+            # Head and data are sent in one call: sending the head alone would wake the other
+            # process before there is data to read.
             sent = self.socket.sendmsg([head, view])
             self.socket.sendall(view[sent - len(head) :])
             self.socket.recv(1)
@@ -304,7 +305,8 @@ class _Iperf:
             done = subprocess.run(command, capture_output=True, timeout=60, check=False)
             if done.returncode == 0:
                 end = msgspec.json.decode(done.stdout)["end"]
-                # Without a sum it has lost the last word of the server.
+                # iperf3's report has no sum if the client lost the server's last message: the
+                # measurement is repeated.
                 if "sum_received" in end:
                     return size * 8e6 / end["sum_received"]["bits_per_second"]
             said = done.stdout
@@ -375,7 +377,8 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
         still = _Pair(QUICK_BUFFER_BYTES, has_polling=False)
         stack.callback(still.close)
         num_cores = len(os.sched_getaffinity(0))
-        # Where the system likes comes first: being kept somewhere has an effect for a while.
+        # The unpinned case comes first: pinning processes to cores has an effect for some time
+        # after it ends.
         for cores in ("any", "one", "two") if num_cores > 1 else ("any",):
             for op in (Op.WRITE, Op.READ):
                 for size in POLLING_SIZES:
@@ -524,7 +527,8 @@ class _Comparison:
         self._op = op
         self._parts = batches[0]
         self._total = sum(size for _, size in batches[0])
-        # Preparing is for those that are run: a generator of cases makes many that are not.
+        # Batches are prepared when the case runs: the generator makes many cases that are never
+        # run.
         self._prepared: Iterator[PreparedBatch] | None = None
         self._batches = batches
         self._places = cycle([parts[0][0] for parts in batches])

@@ -90,7 +90,8 @@ def check_files(settings: Config) -> tuple[Path, tuple[AdapterSource, ...]]:
     check_store(settings.store)
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
     if find_gguf(folder) is None:
-        # A folder without a model is refused before its tokenizer.
+        # The configuration is read first, so that a folder without a model is reported as such, and
+        # not as one without a tokenizer.
         _check_context(settings.engine, read_json(folder / "config.json"))
     sources = read_sources(settings.model.adapter)
     names = find_names(settings.model.path, settings.server.served_model_name, folder)
@@ -153,7 +154,8 @@ async def compose(
                 settings.cluster,
                 on_stage=on_stage,
                 is_staggered=may_write_cache(settings.model.packed_cache, model.folder),
-                # Those that are added later have none prepared.
+                # Instances that are added later start with new launchers: only the first ones were
+                # prepared.
                 make_launcher=chain(launchers, iter(ProcessLauncher, None)).__next__,
                 is_asleep=is_asleep,
             )
@@ -205,7 +207,8 @@ async def compose_launcher(
             common = msgspec.structs.replace(common, transfer=transfer)
         prefix = make_prefix(settings.launcher.name)
         specs = [
-            # Several servers share them, and choose by what they hold.
+            # Several servers share these instances and choose among them by cached blocks, so every
+            # instance reports its blocks.
             msgspec.structs.replace(spec, name=prefix + spec.name, tells_blocks=True)
             for spec in make_specs(settings.cluster, common)
         ]

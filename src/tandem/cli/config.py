@@ -172,7 +172,8 @@ def load_config(
     for field in list_fields(Config):
         value = flags.get(_parameter(field))
         if isinstance(value, list):
-            # Of a flag that was repeated; none of it, if it was not given.
+            # A repeated flag's values are joined with commas; an empty list means that the flag was
+            # not given.
             value = ",".join(cast("list[str]", value)) if value else None
         if value is not None:
             given[field.path] = (SHORT_NAMES.get(field.path, field.flag), value)
@@ -265,7 +266,8 @@ def _make_parameter(field: ConfigField, shown: frozenset[str]) -> inspect.Parame
     default = "***" if field.secret and field.default else field.default
     option = typer.Option(
         *names,
-        # rich takes brackets for markup; a default such as [/dev/shm] would be a closing tag.
+        # rich reads brackets as markup: a default such as [/dev/shm] would be taken for a closing
+        # tag, so the text is escaped.
         help=escape(f"{field.description} [{default}]"),
         metavar=field.type_name.upper(),
         rich_help_panel=f"Settings: {field.path.split('.')[0]}",
@@ -276,7 +278,7 @@ def _make_parameter(field: ConfigField, shown: frozenset[str]) -> inspect.Parame
         _parameter(field),
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        # A list may be given in one flag, with commas, or by repeating it.
+        # A list may be given in one flag with commas, or by repeating the flag.
         annotation=Annotated[list[str] | None if field.is_list else str | None, option],
     )
 

@@ -62,7 +62,8 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
                 if not json:
                     print_next("tandem", "chat", next(iter(hub.models)), "--url", running.url)
 
-            # Those that are to stay are there before the port is.
+            # Pinned models are woken before the port is opened, so that they serve from the first
+            # request on.
             for model in hub.models.values():
                 if model.is_pinned:
                     await hub.wake(model.name)

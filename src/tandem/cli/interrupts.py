@@ -60,7 +60,8 @@ def handle_interrupts() -> Iterator[None]:
         raise
     except BaseException:
         if _State.is_interrupted:
-            # A library, say, that was interrupted and gave a reason of its own.
+            # Some code (a library, say) turned the interrupt into an error of its own: the command
+            # still ends as interrupted.
             raise KeyboardInterrupt from None
         raise
     finally:
@@ -83,8 +84,9 @@ def keep_interrupts() -> Iterator[None]:
 def end_interrupted() -> NoReturn:
     """Write the line and exit; if that takes long, the thread ends the process."""
     _tell()
-    # Python notes that an `exec` of text, as dataclasses use it, ended in KeyboardInterrupt, and
-    # would die of the signal at its end instead of this status; the next `exec` clears the note.
+    # Python remembers that an `exec` of text (dataclasses use it) ended in KeyboardInterrupt, and
+    # would then die of the signal at its end instead of exiting with this status; the next `exec`
+    # clears that.
     exec("")  # noqa: S102
     sys.exit(STATUS)
 
@@ -114,12 +116,13 @@ def _raise(_: int, frame: FrameType | None) -> None:
     if _State.num_keepers:
         _State.kept_s = time.monotonic()
     else:
-        # torch's native code calls Python while it is imported, some of it where an exception
-        # aborts the process (`terminate called`). An import has nothing to undo.
+        # During an import the process is ended at once: torch's native code calls Python while it
+        # is imported, partly where an exception would abort the process (`terminate called`). An
+        # import has nothing to undo.
         if _State.is_interrupted or _is_importing(frame):
             _leave()
         _State.is_interrupted = True
-        # What the interrupt breaks off in destructors and threads is nobody's error.
+        # Errors that the interrupt causes in destructors and threads are not shown.
         sys.unraisablehook = lambda _: None
         threading.excepthook = lambda _: None
     raise KeyboardInterrupt
@@ -134,6 +137,7 @@ def _watch(reader: socket.socket, ended: threading.Event) -> None:
                 continue
             if ended.wait(GRACE_S):
                 return
-            # The keeper may have left before this thread read of the interrupt.
+            # The context that keeps interrupts may have handled this one and ended before this
+            # thread read of it: then the process goes on.
             if _State.kept_s < heard_s - GRACE_S:
                 _leave()

@@ -164,7 +164,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={
         "help_option_names": ["-h", "--help"],
-        # Flags take underscores too: settings have them in files and in the environment.
+        # Flags may be written with underscores too, as settings are in files and in the
+        # environment.
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 )
@@ -181,7 +182,7 @@ def main() -> None:
     try:
         with handle_interrupts():
             status = app(prog_name="tandem", standalone_mode=False)
-        # Typer takes the interrupt for an end with this status.
+        # Typer turns an interrupt into an exit with this status.
         if status == STATUS:
             end_interrupted()
         if status:
@@ -190,7 +191,8 @@ def main() -> None:
         _show_usage_error(error)
         sys.exit(2)
     except BrokenPipeError:
-        # The reader, such as `head`, has what it wanted. Python would fail to flush at exit.
+        # The reader of the pipe (`head`, say) has closed it. Standard output is pointed at
+        # /dev/null, since Python's flush at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except ModuleNotFoundError as error:

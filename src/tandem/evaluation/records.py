@@ -165,7 +165,8 @@ def evaluate_records(
         names = dict.fromkeys([REFERENCE, *formats])
         configs = {name: _set_format(config, name) for name in names}
     for each in configs.values():
-        # A format that does not fit is refused before the weights of another are read.
+        # Every format is planned before the first weights are read, so that a format that does not
+        # fit is refused at once.
         plan_model(
             each.path,
             dtype=each.dtype,
@@ -207,7 +208,8 @@ def evaluate_records(
             if predictions is not None:
                 with name_full_disk(predictions.parent, "free some, or choose another"):
                     _write(predictions, questions, answers)
-            # The next one is not loaded beside it.
+            # The model is freed before the next format's is loaded, since two may not fit into
+            # memory.
             del model
     return EvalReport(metrics, len(questions.prompts), questions.num_bad_rows, missing)
 

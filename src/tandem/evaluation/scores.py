@@ -75,7 +75,8 @@ class KeptLogprobs:
     """Log-probabilities in a file, written once in order and read in the same order."""
 
     def __init__(self) -> None:
-        # Of the system's choice, which TMPDIR changes; it has no name, so nothing is left behind.
+        # The file lies in the system's temporary folder (set TMPDIR to change it); it has no name,
+        # so nothing is left behind after a crash.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
 
     def append(self, logprobs: Tensor) -> None:

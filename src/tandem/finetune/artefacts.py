@@ -69,7 +69,7 @@ def plot_losses(history: list[dict[str, Any]], path: Path, key: str = "loss") ->
     points = [(entry["step"], entry[key]) for entry in history if key in entry]
     if not points:
         return False
-    # The object interface: pyplot would look for a display.
+    # matplotlib's objects are used directly: pyplot would look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -52,7 +52,7 @@ class TunedModel:
         self._ends = list_ends(eos, self._template, self._tokenizer)
         self._model = frozen.model
         if adapter is not None:
-            # Checked before PEFT believes it.
+            # open_adapter checks the adapter's files before PEFT reads them.
             self._model = open_adapter(frozen.model, Path(adapter))
         self._model.eval()
         self._context: int = self._model.config.max_position_embeddings

@@ -99,7 +99,8 @@ class MemoryDisk:
         self._ids = itertools.count()
         self.life = 0
 
-    # What happens to it.
+    # The methods from here to `heal` inject faults and end them: power loss, the end of the
+    # process, decay of bits.
 
     def lose_power(self) -> None:
         """Keep what was synced, and of the rest whatever sectors chance has it."""
@@ -165,7 +166,7 @@ class MemoryDisk:
             raise NotFoundError("world.disk", f"no bucket {number}")
         return self.files[number]
 
-    # The port: see ``store.disk_io.DiskPort``.
+    # The methods below implement ``store.disk_io.DiskPort``.
 
     def make_buffer(self, nbytes: int) -> MemoryBuffer:
         """Make memory for ``read`` and ``write``."""

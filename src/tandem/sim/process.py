@@ -59,7 +59,7 @@ class Process:
         for name, handler, request_type, response_type in methods:
             self.methods[name] = (handler, request_type, response_type)
 
-    # Its code.
+    # The methods below run code as this process.
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function as this process: what it starts is stopped and dies with it."""
@@ -87,7 +87,7 @@ class Process:
         if error is not None and self.is_alive and not isinstance(error, TandemError):
             self.world.violations.append(f"{self.name} failed: {error!r}")
 
-    # Its end, and its stops.
+    # The methods below end the process, stop it, and wait for the end of a stop.
 
     def kill(self) -> None:
         """End it, as SIGKILL does; ``World.kill`` ends its sessions as well."""

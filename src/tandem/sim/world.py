@@ -55,7 +55,7 @@ class World:
         """Pairs of names between which nothing passes."""
         self.clock = LoopClock()
 
-    # For subclasses.
+    # Subclasses override the methods from here to `make_clock`.
 
     def note_answer(self, far: Process, method: str, *, error: str, body: bytes) -> None:
         """Look at an answer that is about to leave; ``error`` is a code, empty for none."""
@@ -67,7 +67,7 @@ class World:
         """Return the clock of a new process."""
         return self.clock
 
-    # Chance and time.
+    # The methods below draw random delays, count steps and cut transfers into slices.
 
     async def travel(self) -> None:
         """Take the time of one message or slice."""
@@ -82,7 +82,8 @@ class World:
         self.steps += 1
         action = self.crash_at.pop(self.steps, None)
         if action is not None:
-            # Between two steps, not in the middle of one.
+            # The action runs between two steps of the loop, not in the middle of the step that
+            # reached the count.
             asyncio.get_running_loop().call_soon(action)
 
     def draw_slices(self, length: int) -> list[tuple[int, int]]:
@@ -92,7 +93,7 @@ class World:
         cuts = {0, length, *(self.random.randrange(length) for _ in range(2))}
         return list(itertools.pairwise(sorted(cuts)))
 
-    # Processes that die and stop.
+    # The methods below kill and stop processes.
 
     def kill(self, process: Process) -> None:
         """End a process and its sessions."""
@@ -106,7 +107,7 @@ class World:
             if process in (session.near, session.far):
                 self.network.spawn(self.lose_silent(session))
 
-    # Sessions.
+    # The methods below open and end sessions.
 
     def open_session(self, near: Process, far: Process) -> Session:
         """Return the direction from ``near`` to ``far`` of a new session."""
@@ -134,7 +135,7 @@ class World:
         await asyncio.sleep(SILENT_S)
         self.end_session(session)
 
-    # Channels that are cut.
+    # The methods below cut channels between processes, and ask for cuts.
 
     def is_cut_by_name(self, a: str, b: str) -> bool:
         """Return True if nothing passes between the processes of two names."""

@@ -71,7 +71,8 @@ class LoadClient:
                 limits=httpx.Limits(
                     max_connections=None, max_keepalive_connections=None, keepalive_expiry=None
                 ),
-                # A measurement takes no way round.
+                # Proxy settings of the environment are ignored: a measurement must reach the server
+                # directly.
                 trust_env=False,
             )
         except (httpx.InvalidURL, UnicodeError) as error:
@@ -123,7 +124,8 @@ class LoadClient:
         """
         await self.find_model()
         await self._open_connections(len(conversations))
-        # Encoded ahead, since requests that begin together would wait for each other's.
+        # The first requests are encoded before the clock starts: requests that begin together would
+        # otherwise wait for each other's encoding.
         ready = [self._make_request(c.turns[0], c.history) for c in conversations[:_MAX_OPENED]]
         self._start = time.perf_counter()
         first = 0
@@ -153,19 +155,22 @@ class LoadClient:
         all_open = asyncio.Barrier(count)
 
         async def keep_one() -> None:
-            # A connection is free again when its answer has been read: none serves two of them.
+            # A connection can be used again as soon as its answer is read, so each task holds its
+            # answer until all connections are open: otherwise one connection might serve two tasks.
             try:
                 async with self._http.stream("GET", "/v1/models") as answer:
                     await all_open.wait()
                     await answer.aread()
             except httpx.HTTPError:
-                # The run will tell what is wrong with the server.
+                # An HTTP error is passed over here: the run itself will report what is wrong with
+                # the server.
                 await all_open.abort()
             except asyncio.BrokenBarrierError:
                 pass
 
         with contextlib.suppress(TimeoutError):
-            # A server that takes fewer at a time makes requests wait, which the run will tell.
+            # A server that accepts fewer connections at a time keeps some requests waiting: the
+            # run's figures show that, so this timeout is not an error.
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 await asyncio.gather(*(keep_one() for _ in range(count)))
 
@@ -199,7 +204,8 @@ class LoadClient:
             if self._on_done is not None:
                 self._on_done(record)
             if record.error:
-                # What follows would ask about an answer that there is not.
+                # The rest of a conversation is dropped after an error: its next turn would refer to
+                # an answer that does not exist.
                 break
         return records
 
@@ -222,7 +228,7 @@ class LoadClient:
                 raise ConfigError("bench.serve", "this load has token ids: use completions")
             body["messages"] = [*history, {"role": "user", "content": text}]
             body["max_completion_tokens"] = turn.output_length
-            # Older servers know this name alone.
+            # Older servers know `max_tokens` alone, so both names are sent.
             body["max_tokens"] = turn.output_length
         else:
             body["prompt"] = turn.prompt
@@ -241,7 +247,8 @@ class LoadClient:
         record.sent_s = self.now()
 
         async def note_sending(event: str, _: object) -> None:
-            # Of requests that begin together, each waits for the library's work on the others.
+            # Requests that begin together wait for each other inside the HTTP library, so the time
+            # of sending is noted when the headers are written.
             if event.endswith(".send_request_headers.started"):
                 record.sent_s = self.now()
 

@@ -77,7 +77,8 @@ class _Layers:
         kinds = 1 if shape.is_latent else 2
         size = (self.count, context, kinds * shape.kv_heads, shape.key_dim)
         self.kv = torch.empty(size, dtype=torch.bfloat16)
-        # In pieces: all of a million tokens in float32 would not fit beside what else is held.
+        # Random values are drawn piece by piece: a million tokens in float32 would not fit into
+        # memory at once.
         for rows in self.kv.flatten(0, 1).split(DRAWN_TOKENS):
             rows.copy_(torch.randn(rows.shape, generator=generator))
         self.table = torch.randperm(blocks, generator=generator)[None]
@@ -122,7 +123,8 @@ class _Case:
         """Return what is missing to run the case; nothing where all is there."""
         shape = self.shape
         items = self.context * shape.kv_heads * shape.key_dim * (1 if shape.is_latent else 2)
-        # Layers in turn hold little where one holds much.
+        # A short context is measured on several layers in turn, which together exceed the caches; a
+        # long context on one layer. The larger of both sizes is needed.
         needed = max(items * ROW_BYTES, 5 * COLD_BYTES) + SPARE_BYTES
         free = _native.read_topology().memory_available_bytes
         return "" if needed <= free else f"needs {needed >> 20} MiB of memory, {free >> 20} free"
@@ -143,7 +145,8 @@ class _Case:
         self.out = torch.empty(n, shape.heads, shape.value_dim, dtype=torch.bfloat16)
         self.views = view_tensor(self.q), view_tensor(self.out)
         self.plan = plan(layers.pool, layers.table, [0, n], [self.context], self.threads)
-        # The rival's layers: fewer, as fp32 ones are twice the size, yet none that stays cached.
+        # The rival gets at most 8 layers, since fp32 layers are twice the size; together they are
+        # still too large to stay in the caches.
         for dtype in (torch.bfloat16, torch.float32):
             self.rivals[dtype] = [self._gather(i, dtype) for i in range(min(layers.count, 8))]
 
@@ -196,7 +199,8 @@ class _Case:
         return time_call(lambda: self.run_rival(layer, dtype)) * 1e3
 
     def time_ceiling(self) -> float:
-        # The one that was used last, so that ours never finds what this has just read.
+        # The ceiling reads the layer that ours used last, whose next use is farthest away: ours
+        # never finds its layer in the caches because of this read.
         layer = (self.nth - 1) % self.layers.count
         read = time_call(lambda: self.layers.pool.read(layer, self.threads))
         multiplied = time_call(lambda: self.multiplier.multiply_registers(self.num_macs))

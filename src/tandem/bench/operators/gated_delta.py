@@ -183,7 +183,8 @@ class _Case:
     def time_ceiling(self) -> float:
         states = self.layers[(self.nth + 1) % len(self.layers)].states.tensor
         torch.set_num_threads(self.threads.num_threads)
-        # Scaling by 1 reads and writes all of them.
+        # Multiplying by 1 in place reads and writes every state once: the memory traffic of the
+        # operator.
         moved = time_call(lambda: states.mul_(1.0))
         operations = OPERATIONS * self.sequences * self.tokens * states[0].numel()
         return max(moved, time_call(lambda: self.multiplier.multiply_registers(operations))) * 1e3

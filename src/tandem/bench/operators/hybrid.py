@@ -471,7 +471,8 @@ def describe_step(decode: Decode) -> str:
     decode.run()
     calls = count_calls(layers.device, decode.run)
     for experts in layers.experts:
-        # A module takes a function as an attribute of its own.
+        # Assigning to the instance shadows the method `run`, so that the host's time can be
+        # measured.
         experts.run = partial(time_host, experts)  # type: ignore[method-assign] - removed below
     try:
         step_s = time_call(decode.run)

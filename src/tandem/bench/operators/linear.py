@@ -121,7 +121,8 @@ class _Turns:
         return ""
 
     def find_idle(self, nth: int) -> int:
-        # Out of use for as long as the one whose turn is next.
+        # The matrix half a round away is taken: its last use and its next one are equally far, so
+        # it is not in the caches and is not brought there for ours.
         return (nth + self.count // 2) % self.count
 
     def read_all(self, nth: int) -> None:

@@ -344,7 +344,8 @@ class _Turns:
         return "" if error <= allowed else f"{kind[0]}: relative error {error:.4f} over {allowed}"
 
     def find_idle(self, nth: int) -> int:
-        # Of all layers the one that has been out of use the longest when its turn comes.
+        # The layer that was used last is read, since its next use is farthest away: ours then finds
+        # none of its weights in the caches because of this read.
         return (nth - 1) % self.count
 
     def read_all(self, nth: int) -> None:

@@ -86,7 +86,8 @@ class _Model:
         for path in self.paths:
             bank = PackedExperts(*self.settings, pool=self.pool)
             for expert_id in range(NUM_EXPERTS):
-                # Eight matrices, scaled: no two experts are equal, and packing takes seconds.
+                # Only eight matrices are drawn, since drawing is slow; scaling them makes all
+                # experts different.
                 scale = 1 + 0.01 * (expert_id // 8)
                 both = gate_up[expert_id % 8] * scale
                 bank.pack_expert(expert_id, both[:INNER], both[INNER:], down[expert_id % 8])
@@ -286,7 +287,8 @@ def _drop(descriptor: int, array: np.ndarray) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         if not count_resident(array):
             return
-        # Read-ahead of the round before still brings some.
+        # Read-ahead that began in an earlier round may still bring pages into memory, so dropping
+        # is repeated.
         time.sleep(0.01)
     raise DeadlineError("bench.nvme", "pages of the file stay in memory")
 

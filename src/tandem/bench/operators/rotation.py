@@ -97,7 +97,8 @@ def make_rotation_case(
     def time_ceiling() -> float:
         rotation = find()
         idle = rotation.find_idle(nth)
-        # The rival leaves the caches full of what it wrote: writing that back slows the next read.
+        # The rival leaves written data in the caches, whose write-back would slow the measured
+        # read: reading all of our weights first evicts it.
         rotation.read_all(nth)
         read = time_call(lambda: rotation.read(idle, nth))
         return max(read, time_call(lambda: rotation.multiply(idle))) * 1e3

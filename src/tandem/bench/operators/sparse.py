@@ -149,7 +149,8 @@ class _Layer:
     def time_read(self, context: int) -> float:
         pool = self.cache.native_index
         assert pool is not None, "a cache without index keys"
-        # It reads those of all blocks.
+        # `read` covers the index keys of all blocks, so its time is scaled down to the blocks of
+        # the context.
         share = context / (self.cache.num_blocks * BLOCK_SIZE)
         return 1e3 * share * time_call(lambda: pool.read(0, self.threads))
 

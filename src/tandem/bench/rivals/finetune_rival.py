@@ -65,7 +65,8 @@ class Rival:
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
         self.losses: list[float] = []
         self.load_bytes = read_status("VmHWM")
-        # From here on the peak is that of steps.
+        # Writing 5 to clear_refs resets VmHWM: from here on it is the peak memory of steps, without
+        # loading.
         Path("/proc/self/clear_refs").write_text("5")
         self.batch = torch.randint(0, model.config.vocab_size, (1, int(tokens)))
 

@@ -56,7 +56,8 @@ class Rival:
         def forget_loading() -> None:
             while not ended.is_set() and not (log.exists() and log.stat().st_size):
                 time.sleep(POLL_S)
-            # From here on VmHWM is the peak of what follows.
+            # Writing 5 to clear_refs resets VmHWM: from here on it is the peak memory of training,
+            # without loading.
             Path("/proc/self/clear_refs").write_text("5")
 
         watcher = threading.Thread(target=forget_loading)

@@ -119,7 +119,7 @@ def write_gguf(folder, path, kind):
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     ropes = config["rope_parameters"]
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
-    # transformers has written either name.
+    # transformers has named the number of experts differently in its versions and model classes.
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     writer.add_expert_count(next(config[name] for name in names if config.get(name)))
     writer.add_expert_used_count(config.get("num_experts_per_tok") or config["top_k_experts"])
@@ -178,7 +178,8 @@ def describe_gemma4(writer, config):
     writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
     writer.add_rope_dimension_count(wide)
     writer.add_rope_dimension_count_swa(size)
-    # Pairs that do not turn have a factor that leaves nothing of their frequency.
+    # Gemma 4 rotates only a part of the pairs: a factor of 1e30 makes the frequency of every other
+    # pair zero in effect.
     half = wide // 2
     turned = int(half * ropes["full_attention"]["partial_rotary_factor"])
     factors = np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
@@ -195,7 +196,8 @@ def describe_states(writer, config):
     writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     rotated = config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]
     writer.add_rope_dimension_count(int(rotated))
-    # Of time, height and width; text has the same position in all.
+    # The sections of multimodal rotary embedding are time, height and width; text has the same
+    # position in all three.
     writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
@@ -204,7 +206,8 @@ def rename(name, tensor, config):
     """Yield the tensors of llama.cpp that one of transformers is."""
     has_states = "linear_num_key_heads" in config
     if has_states and name.endswith("norm.weight") and ".linear_attn." not in name:
-        # The model's norms multiply by one more than their weight.
+        # These RMSNorms multiply by (1 + weight), and llama.cpp's multiply by the weight: the 1 is
+        # added here.
         tensor = tensor + 1
     if name in NAMES:
         yield NAMES[name], tensor
@@ -259,7 +262,7 @@ def add_tensor(writer, name, tensor, kind):
     if tensor.ndim == 1 or any(part in name for part in IN_FLOAT32):
         writer.add_tensor(name, np.ascontiguousarray(tensor))
         return
-    # As llama.cpp's own quantiser does, the embedding and the head get no fewer than 8 bits.
+    # Embedding and head get at least 8 bits, as llama.cpp's own quantiser does.
     wish = "Q8_0" if name in NAMES.values() else kind.upper()
     quantised = gguf.GGMLQuantizationType[wish]
     data = gguf.quants.quantize(np.ascontiguousarray(tensor), quantised)

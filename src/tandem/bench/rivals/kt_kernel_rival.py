@@ -35,7 +35,7 @@ class Layer:
         config.gate_proj, config.up_proj = gate.data_ptr(), up.data_ptr()
         config.down_proj = down.data_ptr()
         if kind == "bf16":
-            # That class takes a pointer an expert, for each of its NUMA nodes.
+            # kt-kernel's bf16 class takes one pointer per expert, in one list per NUMA node.
             config.gate_projs = [[expert.data_ptr() for expert in gate]]
             config.up_projs = [[expert.data_ptr() for expert in up]]
             config.down_projs = [[expert.data_ptr() for expert in down]]

@@ -17,7 +17,7 @@ IS_FORK = sys.argv[1] == "ik_llama.cpp"
 if IS_FORK:
     from ik_llama_cpp import _ctypes_api as llama_cpp
 
-    # The binding leaves it out.
+    # The fork's Python binding lacks this function, which its library has.
     llama_cpp.llama_print_system_info = llama_cpp._lib.llama_print_system_info
 else:
     import llama_cpp
@@ -59,7 +59,8 @@ class Model:
         params.n_seq_max = num_sequences
         params.n_threads = params.n_threads_batch = threads
         if IS_FORK:
-            # What its documents advise for latent attention on a CPU; others do not read it.
+            # ik_llama.cpp's documentation advises these settings for latent attention on a CPU;
+            # models without latent attention ignore mla_attn.
             params.mla_attn, params.flash_attn = 3, True
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         assert self.context, "no context"
@@ -85,7 +86,7 @@ class Model:
             batch.logits[i] = wants_logits
         code = llama_cpp.llama_decode(self.context, batch)
         assert code == 0, code
-        # Waits for the result, where it is not there yet.
+        # Reading the logits waits until llama.cpp has finished the batch.
         self.logits(next(i for i, row in enumerate(rows) if row[3]))
 
     def logits(self, row):

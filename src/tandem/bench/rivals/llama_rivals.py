@@ -25,7 +25,7 @@ def install_llama(peer: str) -> Path:
 
     Raises: UnsupportedError (pip failed).
     """
-    # The fork comes as a wheel.
+    # Only llama.cpp is built from source, with these settings; the fork is installed as a wheel.
     settings = list_ggml_settings() if peer == "llama.cpp" else {}
     return install_rival(peer.replace(".", "-"), PEERS[peer], settings=settings)
 

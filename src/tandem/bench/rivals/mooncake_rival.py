@@ -20,7 +20,8 @@ class Rival:
     """One engine with one registered buffer; each public method is a call."""
 
     def __init__(self) -> None:
-        # By name: it is there only in the peer's own venv.
+        # The package is imported by name, since it is installed only in the rival's own virtual
+        # environment.
         self._engine = importlib.import_module("mooncake.engine").TransferEngine()
         self._memory = np.ones(0, np.uint8)
         self._address = 0

@@ -29,7 +29,8 @@ class Rival:
     """One client of their store; each public method is a call."""
 
     def __init__(self) -> None:
-        # By name: it is there only in the peer's own venv.
+        # The package is imported by name, since it is installed only in the rival's own virtual
+        # environment.
         self._store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         self._master: subprocess.Popen[bytes] | None = None
         self._source = self._target = np.zeros(0, np.uint8)

@@ -31,7 +31,8 @@ class Rival:
 
     def start(self, size: int) -> dict[str, Any]:
         """Register a buffer; returns what the other process needs."""
-        # By name: it is there only in the peer's own venv.
+        # The package is imported by name, since it is installed only in the rival's own virtual
+        # environment.
         api = importlib.import_module("nixl_cu12._api")
         self._agent = api.nixl_agent(f"bench-{os.getpid()}")
         self._memory = np.ones(size + PAGE, np.uint8)

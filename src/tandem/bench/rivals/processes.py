@@ -71,7 +71,8 @@ def install_rival(
     if stamp.exists():
         return python
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Another benchmark may be installing the same one; whoever is second finds it done.
+    # Another benchmark may be installing the same rival: whoever gets the lock second finds it
+    # installed.
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if stamp.exists():
@@ -90,7 +91,7 @@ def _pip_install(
 ) -> None:
     command = [str(python), "-m", "pip", "install", "--quiet", *arguments]
     if settings:
-        # pip's cache keeps what it built under others.
+        # pip's cache may keep a wheel that was built with other settings, so it is not used.
         variables = [f"{variable}={value}" for variable, value in settings.items()]
         command = ["env", *variables, *command, "--no-cache-dir"]
     try:
@@ -188,7 +189,8 @@ class RivalProcess:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             parts = [self._pending]
-            # A line may have tens of megabytes: each part is looked at once.
+            # A line may have tens of megabytes, so each part is searched for a line break once, and
+            # parts are joined at the end.
             while b"\n" not in parts[-1]:
                 if not selector.select(timeout_s):
                     self._pending = b"".join(parts)

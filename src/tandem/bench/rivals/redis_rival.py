@@ -22,7 +22,8 @@ class Rival:
     """A server, and a client by tcp and one by a unix socket; each public method is a call."""
 
     def __init__(self) -> None:
-        # By name: it is there only in the peer's own venv.
+        # The package is imported by name, since it is installed only in the rival's own virtual
+        # environment.
         self._redis = importlib.import_module("redis")
         self._server: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.mkdtemp(prefix="bench-redis-")

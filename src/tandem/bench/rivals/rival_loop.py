@@ -17,7 +17,8 @@ T = TypeVar("T")
 
 def answer_calls(make_peer: Callable[[], T]) -> T:
     """Answer calls with the peer's methods until standard input ends, and return the peer."""
-    # Libraries print to standard output, as early as here: answers keep it to themselves.
+    # Libraries print to standard output, some while they are imported. So descriptor 1 is pointed
+    # at standard error, and answers go to a copy of the old one.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     peer = make_peer()

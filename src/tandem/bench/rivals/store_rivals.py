@@ -13,7 +13,7 @@ MEASURE_S = 0.05
 MOONCAKE = (
     "mooncake-transfer-engine-non-cuda==0.3.13",
     "numpy>=1.26",
-    # Its store's library is linked to it all the same.
+    # Even this "non-cuda" build of Mooncake links its store's library to the CUDA runtime.
     "nvidia-cuda-runtime-cu12",
 )
 REDIS = ("redis[hiredis]==5.2.1", "numpy>=1.26")

@@ -79,7 +79,8 @@ class _Served:
             driver.add(p, CHECK_TOKENS, str(i), a): i
             for i, (p, a) in enumerate(zip(self.prompts, self.adapters, strict=True))
         }
-        # Cancelled requests of a measurement may have their last outputs in here.
+        # Requests that a measurement cancelled may still have outputs in the queue: draining
+        # returns them too, and they are passed over.
         drained = driver.drain()
         got = {i: drained[key] for key, i in together.items()}
         for i in range(0, NUM_REQUESTS, 5):

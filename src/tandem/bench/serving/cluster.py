@@ -236,7 +236,8 @@ class _Bench:
 
         def check() -> str:
             store = self.open_store("store", 2**26 if self._quick else 2**31)
-            # The scheduler lends a quarter of the blocks to loads.
+            # The scheduler uses at most a quarter of the blocks for loads from the store, so four
+            # times the prompt's blocks are allotted.
             blocks = 4 * length // BLOCK + 64
             computes, loads = self.open_instance(store, blocks), self.open_instance(store, blocks)
             computes.ask(prompt[: shared + 1])
@@ -290,7 +291,8 @@ class _Bench:
         def check() -> str:
             if "without" not in arms:
                 arms.clear()
-                # The small one holds two thirds of all blocks.
+                # With an SSD the memory tier is small: it holds two thirds of all blocks, so the
+                # rest must be read from the SSD.
                 small, large = (2**24, 2**27) if self._quick else (2**27, 2**31)
                 has_ssd = tiers == "L1+L3+SSD"
                 store = self.open_store(

@@ -148,7 +148,8 @@ class EngineDriver:
         for module in self._model.skeleton.modules():
             if isinstance(module, GatedDelta):
                 rule = _TimedRule(module.rule.native)
-                # A cached property: what is there is taken.
+                # `native` is a cached property: assigning to it replaces the value that later calls
+                # read.
                 module.rule.native = rule  # pyright: ignore[reportAttributeAccessIssue]
                 self._rules.append(rule)
 
@@ -175,7 +176,8 @@ class EngineDriver:
     def _add_all(
         self, prompts: list[list[int]], max_tokens: int, adapters: list[str] | None
     ) -> list[str]:
-        # Salts keep prompts of one measurement from sharing what they have in common.
+        # Each prompt of a measurement gets its own salt, so that prompts do not share cached
+        # blocks.
         used = adapters or [""] * len(prompts)
         return [
             self.add(prompt, max_tokens, str(i), adapter)

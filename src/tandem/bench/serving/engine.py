@@ -97,7 +97,8 @@ class _Bench:
             if problem is not None:
                 return problem
             measure()
-            # The first call of a rival pays for its warm-up.
+            # Each rival is measured twice and the lower time counts, since its first call includes
+            # its warm-up.
             threads = {self.threads} if self._quick else {1, self.threads}
             kinds = itertools.product(self.rivals, sorted(threads))
             chosen[:] = [min(kinds, key=lambda kind: min(measure_rival(*kind) for _ in range(2)))]
@@ -149,7 +150,8 @@ class _Bench:
         """Logits of ours in ``dtype`` against the rival's in float32: None if near, or how far."""
         want = next(r for r in self.rivals if "float32" in r.name).score(prompt)
         got = self.ours(dtype).score(prompt)
-        # Of the median token: where two experts score alike, one may go to the other.
+        # The median token's error counts: where two experts score nearly alike, a rounding may send
+        # a token to the other expert.
         error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
         return None if error < LARGEST_ERROR[dtype] else f"logits differ by {error:.4f}"
 

@@ -105,7 +105,8 @@ class _Bench:
         config = type(config)(**values, dtype="bfloat16")
         write_random_weights(self._folder, config)
         plan = plan_model(self._folder, dtype="bfloat16")
-        # What is measured is Python's: one thread, as others would only wait for each other.
+        # This bench measures Python's time per step, so one thread is enough: further threads would
+        # only wait for each other.
         return load_model(plan, _native.ThreadPool(1))
 
     def _prepare(

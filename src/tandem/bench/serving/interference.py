@@ -123,7 +123,8 @@ class _Serving:
                 raise InternalError("bench.cluster", "a decode ended before the prompts were done")
             for stream in streams:
                 await stream.cancel()
-        # A gap counts if the prompts were there in some of it, to its end.
+        # A gap between two tokens counts, at its full length, if it overlaps the time in which the
+        # prompts were served.
         gaps = [
             (later - earlier) * 1e3
             for each in moments

@@ -53,7 +53,8 @@ def main(model: str, cache: str, prompt: list[int]) -> dict[str, object]:
         nonlocal peak, calls
         peak, calls = max(peak, read_memory()), calls + 1
 
-    # Once before the clock starts: it imports the model's classes.
+    # The model is planned once before the clock starts, since the first planning imports the
+    # model's classes.
     planned = plan_model(model, dtype="bfloat16", packed_cache=cache)
     touch_memory(planned.weight_bytes)
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()

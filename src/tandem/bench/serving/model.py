@@ -440,7 +440,8 @@ class _Bench:
         share = 1 - (1 - spec.top_k / spec.num_experts) ** batch
         others = sum(m.size_bytes for m in plan.matrices if m.role not in ("experts", "embedding"))
         layout = spec.state_layout
-        # A step reads the state of each sequence and writes it.
+        # A decode step reads and writes the recurrent state of each sequence, so the states count
+        # twice.
         states = 0 if layout is None else 2 * batch * layout.bytes_per_state
         return (plan.expert_bytes * share + others + states) * seconds_per_byte * 1e3
 
@@ -511,7 +512,7 @@ def write_random_model(
     model_type: str = "qwen3_moe",
 ) -> None:
     """Write a checkpoint of random bfloat16 weights, a layer a file."""
-    # Those of the others have what their classes have.
+    # norm_topk_prob is set only for the classes that read it; other classes keep their default.
     weighting = {"norm_topk_prob": model_type == "qwen3_moe"} if model_type in FORKED else {}
     config = AutoConfig.for_model(
         model_type,
@@ -539,16 +540,18 @@ def write_random_weights(folder: Path, config: Any) -> None:
     for file, names in files.items():
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            # Norms of one, matrices that keep the size of what passes through.
+            # Norm weights are 1, and matrices are scaled so that the size of activations stays the
+            # same from layer to layer.
             shape = metas[name].shape
             tensors[name] = torch.ones(shape, dtype=torch.bfloat16)
             if len(shape) > 1:
                 tensors[name].normal_(0, shape[-1] ** -0.5, generator=generator)
             elif config.model_type == "gemma4_text" and name.endswith(HEAD_NORMS):
-                # Its scores have no factor: with norms of one a query would see one token alone,
-                # and a rounding would choose which.
+                # Gemma 4's attention scores are not scaled: with norm weights of 1 a query would
+                # attend to a single token, and a rounding would decide which.
                 tensors[name].fill_(shape[-1] ** -0.25)
-        # A layer at a time: all of them may not fit beside what else runs.
+        # Each layer is written before the next one is made: all layers may not fit into memory
+        # beside other processes.
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {n: file for file, own in files.items() for n in own}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

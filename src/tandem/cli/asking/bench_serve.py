@@ -241,7 +241,8 @@ def _search(
     seeds = count(seed + 1)
 
     async def measure(users: int) -> float:
-        # New prompts each time: hits of the rounds before would not be a new user's.
+        # Each round sends new prompts: with repeated ones the prefix cache would make users faster
+        # than new users are.
         load = make_load(users, next(seeds))[:users]
         records = await _run(target, load, [0.0] * len(load), [], None, None)
         errors = [record.error for record in records if record.error]

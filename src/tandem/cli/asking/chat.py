@@ -56,7 +56,8 @@ def chat(
     if adapter is not None:
         flags += list_adapter_flags(adapter, url)
     options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    # A script is told by the status; a person reads why, and asks again.
+    # An error ends a script's call with an exit status; a person at a terminal reads the error and
+    # can ask again.
     has_person = prompt is None and sys.stdin.isatty()
     start: list[dict[str, str]] = []
     if system is not None:

@@ -90,10 +90,11 @@ def connect(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A process's environment is readable by its owner only, its arguments by every user.
+        # The key is passed in the environment, which only the process's owner can read; command
+        # lines are visible to every user.
         env=child_environment({"TANDEM_SERVER__API_KEY": key}),
-        # Ctrl-C in a terminal stops an answer, not the server. This process ends it, and the
-        # kernel does if this one is killed.
+        # The server has its own session, so that Ctrl-C in a terminal stops an answer, not the
+        # server. This process ends the server, and the kernel does if this process is killed.
         start_new_session=True,
         end_signal=signal.SIGTERM,
     )

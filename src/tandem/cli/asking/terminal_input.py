@@ -25,7 +25,8 @@ def make_reader() -> Callable[[], str | None]:
 
 
 def _read_plain(label: str) -> str:
-    # Standard output is for answers alone: a program may read them, JSON with --json.
+    # The prompt's label goes to standard error: standard output holds answers alone, which a
+    # program may read (as JSON with --json).
     if sys.stdin.isatty():
         sys.stderr.write(label)
         sys.stderr.flush()

@@ -67,7 +67,7 @@ async def _launch(settings: Config, log_level: str, log_format: str, *, json: bo
                 serving.result()
                 await stopped
                 stop.clear()
-                # A second signal does not wait.
+                # A second signal ends the draining at once.
                 draining = asyncio.create_task(service.drain(settings.launcher.drain_timeout_s))
                 again = asyncio.create_task(stop.wait())
                 await asyncio.wait((draining, again), return_when=asyncio.FIRST_COMPLETED)

@@ -108,7 +108,8 @@ def bench(
     with contextlib.ExitStack() as opened:
         file = None
         if json is not None and str(json) != "-":
-            # Before the first case takes its minutes; emptied when there is something to write.
+            # The file is opened before the first case, so that a wrong path is found before minutes
+            # of measuring; old records stay until there is a new one.
             file = opened.enter_context(json.open("ab"))
         for number, record in enumerate(
             run_cases(
@@ -131,7 +132,7 @@ def bench(
             else:
                 sys.stdout.write(format_record(record) + "\n")
             sys.stdout.flush()
-    # After the cases: what was imported meanwhile is part of the description.
+    # The description is made after the cases, since it lists the versions of what they imported.
     facts = " ".join(f"{key}={value!r}" for key, value in describe_run().items())
     sys.stderr.write(f"{facts} with_peers={with_peers}\n")
     if failed:

@@ -117,7 +117,7 @@ def adapts_experts(adapter: Path) -> bool:
     try:
         config = msgspec.json.decode((adapter / "adapter_config.json").read_bytes())
     except (OSError, msgspec.DecodeError):
-        # Whoever loads it says what is wrong.
+        # A file that cannot be read is not reported here: loading the adapter reports it.
         return False
     return isinstance(config, dict) and bool(config.get("target_parameters"))
 

@@ -74,7 +74,8 @@ def finetune(
     )
     model, folder = read.model.model_name_or_path, Path(report.output_dir)
     if adapts_experts(folder):
-        # The server takes no adapter of routed experts apart from their weights.
+        # The server cannot serve an adapter of routed experts beside the base model's weights, so
+        # exporting a merged model is proposed.
         print_next("tandem", "export", model, "--adapter", folder, "--out", "FOLDER")
     else:
         print_next("tandem", "chat", model, "--adapter", folder)

@@ -172,7 +172,8 @@ def plan(
     settings, wished = follow_wishes(
         settings, context=context or 0, users=users or 0, quality=quality or ""
     )
-    # To find what is wrong comes before seconds of measuring.
+    # The model's folder is looked up before the machine is measured, which takes seconds, so that a
+    # wrong name is found first.
     try:
         folder = resolve_folder(settings.model.path, revision=settings.model.revision)
     except NotFoundError as error:

@@ -79,7 +79,7 @@ def serve(
         return
     require_serve()
     configure_logging("server", log_level, log_format)
-    # One line a request, whatever the level of all else.
+    # The access log writes one line per request at INFO, whatever the log level of everything else.
     is_logged = settings.server.access_log
     logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
     raise_limit()  # A stream of an answer is a descriptor; children inherit the limit.
@@ -92,8 +92,8 @@ async def _serve(
     from tandem.engine.process.launcher import ProcessLauncher
 
     async with contextlib.AsyncExitStack() as opened:
-        # Instances import torch and transformers, most of a start, while this process imports the
-        # server and checks what is cheap to check.
+        # The instances' processes start first: importing torch and transformers is most of their
+        # start, and meanwhile this process imports the server and checks the settings.
         launchers: list[ProcessLauncher] = []
         num_own = 0 if settings.cluster.launchers else settings.cluster.num_instances
         for _ in range(num_own):
@@ -117,7 +117,8 @@ async def _serve_with(
     from tandem.cli.composition import check_model, compose
     from tandem.server.run import RunningServer, open_listener, run_server
 
-    # What is cheap to find wrong comes before processes are started and weights are read.
+    # Cheap checks (the model's files, the port) come before processes are started and weights are
+    # read.
     model = check_model(settings)
     listener = open_listener(settings.server)
     with listener, show_loading(quiet=json) as on_stage:
@@ -140,16 +141,18 @@ async def _serve_with(
             try:
                 await asyncio.wait((serving, announcing), return_when=asyncio.FIRST_COMPLETED)
                 if announcing.done() and announcing.exception() is not None:
-                    # The model cannot be served; the port must not pretend otherwise.
+                    # The model cannot be served: the server stops, so that its port does not accept
+                    # requests in vain.
                     (await started).stop()
                 await serving
                 if announcing.done():
                     announcing.result()
                 elif (await started).is_interrupted:
-                    # It has served nobody: the command was broken off.
+                    # Ctrl-C came before the model was ready: the command ends as interrupted.
                     raise KeyboardInterrupt
             finally:
-                # Ctrl-C before ``run_server`` takes the signals cancels this task alone.
+                # Ctrl-C before ``run_server`` has its signal handlers cancels this task alone: both
+                # tasks are cancelled with it.
                 for task in (announcing, serving):
                     task.cancel()
                 await asyncio.gather(announcing, serving, return_exceptions=True)
@@ -200,7 +203,8 @@ def show_loading(*, quiet: bool) -> Iterator[Any]:
             is_drawn = True
             bars.start()
             total = stage.total or None
-            # Draw the first report and the last at once: a fast load ends before the next turn.
+            # The first and the last report are drawn at once: a fast load ends before the progress
+            # bar's next refresh.
             is_first_or_last = total != bars.tasks[0].total or stage.done == total
             bars.update(
                 task,

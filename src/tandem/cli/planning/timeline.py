@@ -73,7 +73,8 @@ def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> Timeline
             case "layer":
                 return time.parts.gpu - time.shared_gpu
             case "shared":
-                # Experts on the GPU run where shared ones do: beside those on the CPU.
+                # Routed experts on the GPU run at the same place as shared ones: while the CPU
+                # computes its experts.
                 return time.shared_gpu + time.parts.gpu_experts
             case "submit":
                 return time.parts.cpu_experts
@@ -83,7 +84,7 @@ def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> Timeline
     handover = max(time.parts.handover for time in layers)
     device = TimelineDevice(
         count,
-        # Copies are part of the planner's hand-over.
+        # Copies take no time of their own: the planner's hand-over time includes them.
         link_bytes_per_s=float("inf"),
         launch_s=LAUNCH_S,
         handover_s=handover / 2,

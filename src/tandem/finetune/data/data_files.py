@@ -94,7 +94,8 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     start = path.read_bytes()[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
     if start and not start.startswith(b"["):
-        # Some files of this name are JSON lines.
+        # Some data sets name files of JSON lines `.json`: without a leading "[" the file is read
+        # line by line.
         yield from _read_json_lines(path)
         return
     text, line, at = _read_text(path), 1, 0
@@ -183,7 +184,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
     try:
         rows = parquet.read_table(path).to_pylist()
-    # Values that Python's types cannot hold raise its own errors.
+    # Values that Python's types cannot hold raise OverflowError or ValueError, not pyarrow's own
+    # errors.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise CorruptionError(WHERE, f"{path}: not parquet that can be read: {error}") from error
     yield from enumerate(rows, 1)

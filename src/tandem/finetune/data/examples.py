@@ -92,7 +92,8 @@ def encode(
             ids, labels = source + target + ids, source_labels + target_labels + labels
         else:
             ids, labels = ids + source + target, labels + source_labels + target_labels
-    # The first token is predicted by nothing; an end alone is no answer.
+    # The first token's label is never predicted, so it does not count; an example without any other
+    # label teaches nothing and is left out.
     if all(label == IGNORED_LABEL for label in labels[1:]):
         return None
     return Example(tuple(ids + template.tail), tuple(labels + template.tail))
@@ -189,7 +190,8 @@ def pack(examples: Sequence[Example], size: int) -> list[Example]:
     return [
         Example(
             tuple(t for e in row for t in e.token_ids),
-            # An example's first token is not the continuation of the one before.
+            # The first label of each example is masked: in a packed row it would be predicted from
+            # the example before.
             tuple(t for e in row for t in (IGNORED_LABEL, *e.labels[1:])),
             tuple(len(e.token_ids) for e in row),
         )

@@ -200,7 +200,8 @@ def _find_info(name: str, folder: Path, *, is_ranking: bool) -> DatasetInfo:
     if not info.file_name:
         what = f"dataset {name!r} names no file_name: download it and name the file"
         raise UnsupportedError(WHERE, what, field="dataset")
-    # A link in the folder is its owner's choice; a name in a description may be anybody's.
+    # Symbolic links are followed, since the folder's owner made them; the file name in
+    # dataset_info.json may come from anybody, so it must not leave the folder.
     inner = os.path.normpath(info.file_name)
     if os.path.isabs(inner) or inner.split(os.sep)[0] == "..":
         what = f"dataset {name!r}: file_name {info.file_name!r} leads out of {folder}"

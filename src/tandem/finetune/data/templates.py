@@ -110,7 +110,7 @@ class CheckpointTemplate:
         """See ``Template``."""
         turns: list[Turn] = []
         for prompt, answer in self.render(conversation, is_history_shown=is_history_shown):
-            # White space behind the answer's end belongs to the next turn.
+            # White space after the answer's end mark is not learned as part of the answer.
             kept = answer.rstrip() or answer
             target, rest = self._tokenize(kept), self._tokenize(answer[len(kept) :])
             turns.append(Turn(self._tokenize(prompt), target + rest, len(target)))
@@ -137,7 +137,8 @@ class CheckpointTemplate:
             source = prompt[len(done) :]
             if not prompt.startswith(done):
                 is_even = False
-                # ``done`` is the prompt before with its answer as it was generated.
+                # ``done`` is the previous prompt with its answer as it was generated; the template
+                # now renders that answer in another way.
                 seam = self._find_seam(messages[:i], places[number - 1], done)
                 if seam is None:
                     self.num_left_out += len(turns)
@@ -151,7 +152,8 @@ class CheckpointTemplate:
 
     def _probe(self, messages: Messages, place: int) -> tuple[str, str]:
         """Return what the template puts before and behind the content of an earlier answer."""
-        # Two answers that differ in their first and last characters.
+        # The two probe answers differ in their first and last characters, so that the equal parts
+        # around them are the template's text.
         probes = [{"role": "assistant", "content": word} for word in ("1 left 1", "2 right 2")]
         first, second = (
             self._render([*messages[:place], probe, *messages[place + 1 :]], is_prompt=True)
@@ -183,7 +185,8 @@ class CheckpointTemplate:
             end = len(whole) - len(behind)
             if not whole.startswith(before) or not whole.endswith(behind) or len(before) < at:
                 return [(whole, turns[-1][1])]
-            # What ends an answer is the same for all.
+            # All answers end with the same mark: the last answer shows which part of the text
+            # behind an answer is that mark.
             end += len(behind) - len(_cut_overlap(turns[-1][1], behind))
             shown.append((whole[at : len(before)], whole[len(before) : end]))
             at = end

@@ -203,7 +203,8 @@ class _Experts(nn.Module):
     def __init__(self, old: Any, cost: StepCost, shape: StepShape) -> None:
         super().__init__()
         self.is_transposed = bool(getattr(old, "is_transposed", False))
-        # PEFT finds them by their names and shapes.
+        # PEFT finds expert weights by the names and shapes of parameters, so the stand-in has the
+        # same ones.
         self.gate_up_proj: nn.Parameter
         self.down_proj: nn.Parameter
         for name in find_expert_shapes(old):
@@ -236,7 +237,8 @@ class _Experts(nn.Module):
             out = _FakeAdaptedExperts.apply(self, x, top_k_index, top_k_weights, *tensors)
             assert isinstance(out, Tensor)
             return out
-        # PEFT forms the merged weights of all experts.
+        # Without kernels of ours, PEFT adds the adapters to the weights: it forms merged weights of
+        # all experts.
         gate_up, down = self._list_weights()
         gate_up = _merge(gate_up, f.gate_up_b, f.gate_up_a)
         return self._run(x, top_k_weights, gate_up, _merge(down, f.down_b, f.down_a))
@@ -355,7 +357,8 @@ def _take_loss(model: Any, ids: Tensor, shape: StepShape) -> tuple[Tensor, Any]:
         return loss, None
     out = model(input_ids=ids, labels=ids)
     if shape.is_bf16:
-        # As accelerate does.
+        # accelerate converts logits to float32 in mixed precision; the stand-in does the same, so
+        # that memory is equal.
         out.logits = out.logits.float()
     return out.loss, out
 
@@ -436,7 +439,7 @@ def _run_step(model: Any, layers: list[int], shape: StepShape, adapt: Any) -> St
         if shape.is_checkpointed:
             options = {"use_reentrant": False, "preserve_rng_state": False}
             with warnings.catch_warnings():
-                # Named otherwise from some release on.
+                # A later release of transformers warns that the parameter will be renamed.
                 warnings.simplefilter("ignore", FutureWarning)
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
             model.enable_input_require_grads()

@@ -273,7 +273,8 @@ def _predict_step_s(recipe: Recipe, data: DataShape, cost: StepCost) -> float:
         is_bf16=is_bf16,
         num_threads=threads,
     )
-    # A batch is as wide as its longest row; most are narrower than the longest of all.
+    # A batch is as wide as its longest row, and most batches have no row of the greatest length:
+    # the mean of both lengths is assumed.
     mean = data.num_tokens / (data.num_rows * _count_sequences(recipe))
     share = (mean + min(data.longest, recipe.data.cutoff_len)) / 2 / max(data.longest, 1)
     return speed.predict_s(cost) * recipe.train.gradient_accumulation_steps * min(share, 1.0)

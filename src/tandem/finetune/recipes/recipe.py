@@ -273,7 +273,8 @@ def _check_values(keys: msgspec.Struct) -> None:
         if isinstance(value, float) and math.isinf(value):
             raise ConfigError(WHERE, f"{key} is {value}: give a finite number", field=key)
         if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
-            # YAML takes the two halves of JSON's \uD83D\uDE00 for two characters.
+            # YAML reads JSON's \uD83D\uDE00 as two characters, each one half of a surrogate pair,
+            # and not as one emoji.
             what = f"{key} is not Unicode text: write the characters themselves"
             raise ConfigError(WHERE, what, field=key)
 

@@ -136,7 +136,7 @@ def translate_keys(
     for key, value in _unnest(values).items():
         if key in known:
             _check_choice(key, value)
-            # A null stands for the default.
+            # A key with the value null keeps the setting's default.
             if value is not None:
                 out[key] = _join(value)
         elif key == "do_train" and value is False:
@@ -190,7 +190,7 @@ def _translate(
     if value is None:
         return
     if key == "warmup_ratio":
-        # transformers 5 takes a share as warmup_steps below 1.
+        # transformers 5 has no warmup_ratio: a warmup_steps below 1 is a share of all steps.
         try:
             ratio = float(value)
         except (TypeError, ValueError):
@@ -212,7 +212,8 @@ def _translate(
     elif key == "kt_optimize_rule":
         _read_rule(Path(str(value)), out, notes)
     elif key == "neat_packing":
-        # Packed examples never see each other here.
+        # Packed examples never attend to each other here, which is what neat_packing asks for: so
+        # it means packing.
         if value:
             out["packing"] = True
     elif key == "optim":

@@ -36,7 +36,7 @@ def take_names_literally(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # The class has it.
+        # Deleting the instance's attribute makes the class's model_type visible again.
         del config.model_type
 
 

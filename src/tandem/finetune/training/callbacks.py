@@ -109,7 +109,8 @@ class CheckpointCallback(TrainerCallback):
         try:
             with name_full_disk(self._folder, advice):
                 kwargs["model"].save_pretrained(partial, save_embedding_layers=False)
-                # An empty form of a card; the run's own is written at its end.
+                # PEFT writes an empty form of a model card into each checkpoint; the run writes its
+                # own card at its end.
                 (partial / "README.md").unlink(missing_ok=True)
                 state.save_to_json(str(partial / STATE_NAME))
                 if self._has_run_state:
@@ -159,7 +160,7 @@ class LogCallback(TrainerCallback):
             "total_steps": total,
             "loss": logs.get("loss"),
             "eval_loss": logs.get("eval_loss"),
-            # LLaMA-Factory's name of the first of the rewards, which trl logs.
+            # LLaMA-Factory logs trl's "rewards/accuracies" under the name "accuracy".
             "accuracy": logs.get("rewards/accuracies"),
             **{key: value for key, value in logs.items() if "rewards/" in key},
             "lr": logs.get("learning_rate"),

@@ -86,7 +86,8 @@ def publish_folder(partial: Path, final: Path) -> None:
     replaced = final.with_name(f".{final.name}.replaced.partial")
     if replaced.exists():
         shutil.rmtree(replaced)
-    # Not removed under its name, where a part of it would be taken for a checkpoint.
+    # The old folder is renamed before it is removed: half removed under its own name, it would be
+    # taken for a checkpoint.
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
@@ -138,7 +139,7 @@ def load_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
     saved = document["param_groups"]
     if [g["params"] for g in live] != [g["params"] for g in saved]:
         raise ConflictError(WHERE, f"{folder} has other parameters: train with the same recipe")
-    # JSON has lists alone; what the optimizer holds as a tuple becomes one again.
+    # JSON has no tuples: a list is turned into a tuple where the optimizer's own option is one.
     groups = [
         {k: tuple(v) if isinstance(now.get(k), tuple) else v for k, v in was.items()}
         for now, was in zip(live, saved, strict=True)

@@ -64,7 +64,8 @@ def _collect(experts: Any, wrappers: dict[str, ParamWrapper]) -> ExpertFactors:
         (adapter,) = wrapper.active_adapters
         a, b = _get_weight(wrapper.lora_A[adapter]), _get_weight(wrapper.lora_B[adapter])
         rank, count = wrapper.r[adapter], wrapper.num_experts
-        # The experts of B are its fastest index.
+        # In PEFT's B matrix the expert is the fastest index of the columns: [outputs, rank *
+        # experts].
         b_ENR = b.float().view(-1, rank, count).permute(2, 0, 1)  # noqa: N806 - a shape suffix
         if name == "gate_up_proj" and experts.is_transposed:
             b_ENR = torch.cat([b_ENR[:, 0::2], b_ENR[:, 1::2]], 1)  # noqa: N806
@@ -76,7 +77,7 @@ def _collect(experts: Any, wrappers: dict[str, ParamWrapper]) -> ExpertFactors:
         parts[name] = a.float().view(count, rank, -1), b_ENR.contiguous()
     for name, (count, num_outputs, num_inputs) in find_expert_shapes(experts).items():
         if name not in parts:
-            # Rank zero: it adds nothing.
+            # A matrix without an adapter gets factors of rank zero, which add nothing.
             parts[name] = torch.zeros(count, 0, num_inputs), torch.zeros(count, num_outputs, 0)
     return ExpertFactors(*parts["gate_up_proj"], *parts["down_proj"], scale)
 
@@ -110,7 +111,7 @@ def adapt_model(model: Any, config: LoraConfig, *, is_empty: bool = False) -> An
         is_empty: leave their weights on the meta device.
     """
     with warnings.catch_warnings(), take_names_literally(model):
-        # PEFT calls transformers by names that will change.
+        # PEFT calls transformers' functions by names that will change, which warns in every run.
         warnings.simplefilter("ignore", FutureWarning)
         adapted = get_peft_model(model, config, low_cpu_mem_usage=is_empty)
     return _use_kernels(adapted)
@@ -149,7 +150,8 @@ def _use_kernels(model: Any) -> Any:
         if isinstance(module, ParamWrapper) and isinstance(
             module.get_base_layer(), AdaptableExperts
         ):
-            # PEFT has no hook to choose the class of a parameter's wrapper, and tells wrappers by
-            # the name of their class. The outermost one is called.
+            # PEFT has no hook for the class of a parameter's wrapper, and recognises wrappers by
+            # their class's name. So the method of the outermost wrapper, the one that is called, is
+            # replaced.
             module.forward = MethodType(_run_adapted, module)
     return model

@@ -106,7 +106,8 @@ def load_frozen(
     checkpoint = open_checkpoint(path_or_id)
     if pool is None:
         pool = ThreadPool(num_threads or recommend_threads(read_topology()).threads)
-    # The fastest that transformers has for this architecture.
+    # Without a named attention implementation transformers chooses the fastest one of this
+    # architecture.
     model = build_skeleton(checkpoint.config, None)
     planned = [m.module for m in plan.modules if isinstance(m.spec, ExpertsSpec)]
     shapes = {name: _list_shapes(model.get_submodule(name)) for name in planned}
@@ -121,7 +122,7 @@ def load_frozen(
         name_parameters(model.get_submodule(name), own, dtype)
     model.requires_grad_(False)
     model.config.use_cache = False
-    # What PEFT calls the base model.
+    # PEFT writes this attribute into the adapter's configuration as its base model.
     model.name_or_path = path_or_id
     return FrozenModel(model, checkpoint, plan)
 

@@ -28,7 +28,8 @@ class PairTrainer(EpochTrainer, DPOTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
     ) -> Any:
-        # trl would render and tokenize text, without LLaMA-Factory's masks.
+        # Examples are tokenized already: trl would render and tokenize text, without
+        # LLaMA-Factory's label masks.
         del processing_class, args, dataset_name
         return dataset
 
@@ -54,13 +55,14 @@ def make_pair_arguments(keys: PreferenceKeys, **options: Any) -> DPOConfig:
     """
     losses, weights = [keys.pref_loss], [1.0]
     if keys.dpo_label_smoothing:
-        # (1 - e) L(d) + e L(-d), which trl had as a loss of its own. Its robust loss is
-        # ((1 - e) L(d) - e L(-d)) / (1 - 2 e), and its sigmoid loss is L(d).
+        # The wanted loss is (1 - e) L(d) + e L(-d), which trl had as a loss of its own. Its robust
+        # loss is ((1 - e) L(d) - e L(-d)) / (1 - 2 e) and its sigmoid loss is L(d): a weighted sum
+        # of both gives it.
         smoothing = keys.dpo_label_smoothing
         losses, weights = ["sigmoid", "robust"], [2 * (1 - smoothing), 2 * smoothing - 1]
     if keys.pref_ftx:
         losses, weights = [*losses, "sft"], [*weights, keys.pref_ftx]
-    # trl checkpoints where it is not told.
+    # trl switches gradient checkpointing on unless the option is given.
     options.setdefault("gradient_checkpointing", False)
     return DPOConfig(
         **options,
@@ -68,7 +70,7 @@ def make_pair_arguments(keys: PreferenceKeys, **options: Any) -> DPOConfig:
         loss_type=losses,
         loss_weights=weights,
         label_smoothing=keys.dpo_label_smoothing,
-        # Examples are cut already.
+        # Examples are cut to length already, so trl must not cut them.
         max_length=None,
     )
 
@@ -85,7 +87,8 @@ def make_pair_trainer(
     """Return the trainer of a model with adapters; its reference is the model without them."""
     base = model.get_base_model()
     if not getattr(base.config.get_text_config(), "output_router_logits", False):
-        # As in stage sft, the routers' loss is added where the checkpoint asks for it.
+        # The routers' auxiliary loss is added only if the checkpoint's configuration asks for it,
+        # as in stage sft.
         arguments.router_aux_loss_coef = 0.0
     with take_names_literally(base):
         trainer = PairTrainer(
@@ -96,7 +99,9 @@ def make_pair_trainer(
             processing_class=tokenizer,
             callbacks=callbacks,
         )
-    # Without the copy trl switches the adapter off; with it, a resumed run's would be another one.
+    # trl copies the adapter as the reference. The copy is deleted, so that trl computes the
+    # reference without an adapter: the copy of a resumed run would be the trained adapter, not the
+    # first one.
     if REFERENCE in model.peft_config:
         model.delete_adapter(REFERENCE)
     return trainer

@@ -115,7 +115,8 @@ def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
     Raises: as ``check_folders``, ``prepare_data`` and ``load_frozen``.
     """
     with warnings.catch_warnings():
-        # transformers and PEFT tell each other of names that will change.
+        # transformers and PEFT warn about each other's names that will change: users can do nothing
+        # about it.
         warnings.simplefilter("ignore", FutureWarning)
         return _run(recipe, has_bar=has_bar)
 
@@ -131,13 +132,14 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     data = prepare_data(recipe, tokenizer)
     for row in data.bad_rows[:SHOWN_BAD_ROWS]:
         logger.warning("event=bad_row path=%s line=%d why=%r", row.path, row.line, row.why)
-    # From here on memory is what is in use, which is what a prediction counts.
+    # From here on large blocks are mapped and returned to the system when freed: memory in use is
+    # then what the prediction counts.
     map_large_blocks()
-    # Before the model, whose loading may take minutes.
+    # Arguments are checked before the model is loaded, which may take minutes.
     arguments = _make_arguments(recipe, folder, has_bar=has_bar)
     model = _make_model(recipe)
     if resume_from is None:
-        # Not before: a run that cannot begin is to cost nothing.
+        # The folder is emptied only now: a run that cannot begin must not delete earlier results.
         clear_folder(folder)
     set_seed(recipe.train.seed)
     callbacks = [
@@ -152,7 +154,7 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     ]
     trainer = _make_trainer(recipe, model, arguments, tokenizer, data, callbacks)
     trainer.lr_ratio = recipe.method.loraplus_lr_ratio or 1.0
-    # It writes to standard output, which is the command's own.
+    # PrinterCallback writes to standard output, where the command writes its own report.
     trainer.remove_callback(PrinterCallback)
     if has_bar:
         trainer.remove_callback(ProgressCallback)
@@ -205,7 +207,8 @@ def _make_trainer(
             validation=data.validation,
             callbacks=callbacks,
         )
-        # Making it drew random numbers.
+        # Making the trainer drew random numbers: the seed is set again, so that runs of all kinds
+        # begin alike.
         set_seed(recipe.train.seed)
         return trainer
     return LoraTrainer(
@@ -275,7 +278,8 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
     if train.eval_strategy != "no" and not has_validation:
         what = f"eval_strategy {train.eval_strategy} without data: set val_size or eval_dataset"
         raise ConfigError(WHERE, what, field="eval_strategy")
-    # Named otherwise from some release on, where false would be told of.
+    # A later release of transformers renames gradient_checkpointing, and warns of false: so the
+    # option is passed only if it is on.
     options: dict[str, Any] = {"gradient_checkpointing": True}
     if not train.gradient_checkpointing:
         options = {}
@@ -306,10 +310,11 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
             eval_strategy=train.eval_strategy,
             eval_steps=train.eval_steps,
             logging_steps=recipe.output.logging_steps,
-            # Ours: see CheckpointCallback.
+            # transformers saves no checkpoints: our CheckpointCallback does.
             save_strategy="no",
             report_to=sinks or "none",
-            # More than the CPUs would only wait for each other; the order is the sampler's.
+            # More data loading processes than CPUs would only wait for each other; the order of
+            # examples does not depend on their number.
             dataloader_num_workers=min(
                 recipe.data.dataloader_num_workers, len(os.sched_getaffinity(0))
             ),

@@ -130,7 +130,7 @@ class SimCluster:
         self.events.run()
         assert self.num_live == 0, f"{self.num_live} requests never end"
 
-    # ---------------------------------------------------------------- arrivals
+    # The methods from here to `_balance` are about arrivals of requests and switches of roles.
 
     def _expect_next(self) -> None:
         row = next(self._arrivals, None)
@@ -165,7 +165,8 @@ class SimCluster:
         if self._has_more or self.num_live:
             self.events.call_at(now_s + ROLE_LOOK_S, self._balance)
 
-    # ---------------------------------------------------------------- states
+    # The methods below advance the conductor's state machine of each request and execute its
+    # actions.
 
     def _feed(self, live: _Live, message: Input) -> None:
         self._run(live, live.states.take(message, self.events.now_s))

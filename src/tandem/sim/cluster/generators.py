@@ -101,7 +101,8 @@ def generate_rows(spec: Generator) -> Iterator[TraceRow]:
     weights /= max(weights.sum(), 1e-9)
 
     begin_s = 0.0
-    # Turns to come: when, a number that keeps their order, the session.
+    # A heap of turns that are still to come: (time, number that keeps equal times in order,
+    # session).
     turns: list[tuple[float, int, _Session]] = []
     num_pushed = 0
 
@@ -112,7 +113,8 @@ def generate_rows(spec: Generator) -> Iterator[TraceRow]:
         return _Session(list(ids), length)
 
     for _ in range(spec.requests):
-        # A session may begin before the next turn of one that goes on.
+        # New sessions are begun until the next one would begin after the earliest waiting turn, so
+        # that turns are taken in order of time.
         while not turns or begin_s <= turns[0][0]:
             heapq.heappush(turns, (begin_s, num_pushed, begin()))
             num_pushed += 1

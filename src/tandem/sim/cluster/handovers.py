@@ -127,7 +127,8 @@ class HandOver:
 
     def _arrive(self, loads: list[BlockLoad], size_bytes: int, end_s: float) -> None:
         if end_s > self._events.now_s:
-            # The last layer still has to be computed, and to move.
+            # The transfer went along with the step, layer by layer: the last layer moves only after
+            # the step that computes it has ended.
             layer_bytes = size_bytes / self._reader.num_layers
             last_s = end_s + layer_bytes / self._reader.ingress.bytes_per_s
             self._events.call_at(last_s, self._take, loads)

@@ -134,7 +134,7 @@ class SimInstance:
         """Told when a step begins of the time that it will take: all that prefill, and one of
         ``TOLD_DECODES`` others, which hardly differ."""
 
-    # ---------------------------------------------------------------- calls
+    # The methods from here to `num_live` are the instance's calls.
 
     def add(
         self,
@@ -214,7 +214,7 @@ class SimInstance:
         """Requests that have not ended."""
         return len(self._legs)
 
-    # ---------------------------------------------------------------- loads
+    # The methods below load blocks: from the store, from slower tiers, and from other instances.
 
     def _count_stored(self, message: AddRequest, keys: Sequence[bytes]) -> int:
         """Return how many leading blocks of a prompt the device or the store holds."""
@@ -280,7 +280,7 @@ class SimInstance:
             self._reading[request.request_id] = hand_over
             hand_over.begin()
 
-    # ---------------------------------------------------------------- steps
+    # The methods below begin and end steps.
 
     def _call(self) -> None:
         """Look for something to do once all that happens in this moment has happened."""

@@ -102,7 +102,8 @@ def share_fairly(links: Iterable[Link]) -> dict[Transfer, float]:
     count = {link: len(link.transfers) for link in free}
     rates: dict[Transfer, float] = {}
     while waiting:
-        # The link that is full first, all rates growing alike, decides for those that use it.
+        # Max-min fairness: all rates grow alike, and the link that fills up first fixes the rate of
+        # the transfers that use it.
         tightest = min(
             (link for link in free if count[link]), key=lambda link: free[link] / count[link]
         )

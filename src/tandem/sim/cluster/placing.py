@@ -176,7 +176,8 @@ class Placing:
         row = fleet.find(name)
         assert row is not None, name
         rows = slice(row, row + 1)
-        # It is counted there already.
+        # The request is already part of the instance's load, so the prediction adds no further
+        # tokens.
         tpot_s = predict_tpot(fleet, rows, 0, request.sampling.max_tokens)
         return float(tpot_s[0]) > self._late_tpot_s
 

@@ -46,7 +46,8 @@ def make_request(
         timeout_s: from its arrival.
         block_tokens: that a hash of the trace stands for.
     """
-    # Its output has exactly the trace's length; a row without output computes its prompt.
+    # The request generates exactly the trace's output length; a row without output generates one
+    # token, so that its prompt is computed.
     sampling = SamplingParams(max_tokens=max(row.output_length, 1), ignore_eos=True, seed=number)
     return AddRequest(
         request_id=str(number),
@@ -105,7 +106,7 @@ def repeat_rows(rows: Sequence[TraceRow], times: int) -> Iterator[TraceRow]:
     if not rows:
         return
     num_hashes = 1 + max(hash_id for row in rows for hash_id in row.hash_ids)
-    # A mean gap between two of them.
+    # The gap between two repetitions is the mean gap between requests.
     length_ms = rows[-1].timestamp * (1 + 1 / len(rows))
     for number in range(times):
         for row in rows:

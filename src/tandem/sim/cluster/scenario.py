@@ -154,7 +154,8 @@ def parse_scenario(text: str, where: str) -> Scenario:
     except yaml.YAMLError as error:
         raise ConfigError("sim.scenario", f"{where} is not YAML: {error}") from error
     try:
-        # Not strict: YAML takes 1e-4, without a point, for text.
+        # The conversion is not strict, since YAML reads 1e-4 (a number without a decimal point) as
+        # text.
         return msgspec.convert(fields, Scenario, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError("sim.scenario", f"{where}: {error}") from error

@@ -126,7 +126,8 @@ class PlannedSteps:
         values = known.get(count)
         if values is None:
             values = known[count] = [None] * 32
-        # Knots at 0, 2, 4, 8, ...: those below and above the context.
+        # Step times are computed at contexts of 0, 2, 4, 8, ... tokens; between two of them the
+        # time is interpolated.
         low = max(math.frexp(context)[1] - 1, 0)
         start = values[low]
         if start is None:

@@ -73,7 +73,8 @@ def _add(scenario: Scenario, like: Group, machine: str) -> Scenario:
         if not like.model:
             what = "a group with a calibration has no model that another machine could run"
             raise ConfigError("sim.advise", what, field="instances.model")
-        # Another machine has another memory: as much KV as fits there.
+        # A machine of another type has another amount of memory: with kv_tokens 0 the KV gets what
+        # fits there.
         changes = {"count": 1, "hardware": machine, "accelerators": None, "kv_tokens": 0}
         groups = [*scenario.instances, msgspec.structs.replace(like, **changes)]
     return msgspec.structs.replace(scenario, instances=tuple(groups))

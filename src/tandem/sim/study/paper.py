@@ -311,8 +311,8 @@ class Runs:
 
     def _find_limit(self, table: PaperTable, row: PaperRow, num_requests: int | None) -> int:
         """Return the requests of a row's runs; 0 is all."""
-        # A generated load counts for direction alone: a whole one is not worth its time, unless
-        # it is replayed without time.
+        # Of a generated load only the direction (which system is better) is compared, so fewer
+        # requests are enough; a load that is replayed without time is cheap and runs whole.
         is_direction = bool(row.load) and (row.figure or table.figure) not in REPLAYED
         limit = self._num_requests if num_requests is None or is_direction else num_requests
         return max(limit, table.min_requests) if limit else 0
@@ -328,7 +328,7 @@ class Runs:
         row = next(each for each in table.rows if each.name == fit.row)
         found: list[tuple[float, float]] = []
         for value in fit.tried:
-            # Both sides of a quotient have the value.
+            # The value is set in the whole table, so that both runs of a quotient have it.
             changed = msgspec.structs.replace(table, set=table.set | {fit.path: value})
             self._limit = self._find_limit(table, row, num_requests)
             found.append((value, self._measure_row(changed, row).ours))
@@ -383,7 +383,8 @@ class Runs:
         path = self._trace
         if isinstance(trace, str):
             path = Path(str(_data() / trace))
-        # The path is no part of the key: where a trace lies changes nothing.
+        # The key of a run holds the trace's name, not its folder: where a trace lies changes no
+        # result.
         key_of = change_scenario(base, given)
         key = sha256(msgspec.json.encode(key_of) + path.name.encode()).hexdigest()[:16]
         if key not in self._done:

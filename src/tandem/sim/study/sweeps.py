@@ -61,7 +61,7 @@ def run_process(scenario: Scenario, folder: Path, name: str) -> dict[str, Any]:
     Raises: InternalError with what the process said.
     """
     path = folder / f".{name}.yaml"
-    # JSON is YAML.
+    # The scenario is written as JSON, which is valid YAML.
     path.write_bytes(msgspec.json.encode(scenario))
     try:
         done = subprocess.run(
