@@ -22,24 +22,24 @@ from tandem.engine.stepping.messages import Phase
 __all__ = ["TimelineLog"]
 
 MAX_EVENTS = 8
-"""Loads, and moments of preemption, that one record lists; more are only counted."""
+"""Largest number of loads and preemptions listed in one record; more are only counted."""
 _FINAL = (MissReason.DISABLED, MissReason.NEEDS_LOGITS, MissReason.TOO_LATE)
 """Reasons of the prefix index that nothing in the store could have changed."""
 
 _DROPPED = "dropped"
-"""A plan gave the transfer up; ``_name_drop`` says why."""
+"""Reason of a load that a plan gave up; ``_name_drop`` says why."""
 
 
 @dataclass(slots=True)
 class _Load:
     message: KvLoadRecord
     pending: set[int]
-    """Blocks whose end has not been reported."""
+    """Block ids whose load was not reported yet."""
 
 
 @dataclass(slots=True)
 class _Record:
-    """A live request."""
+    """The record of a live request."""
 
     request: Request
     lookup: StoreLookup | None
@@ -77,7 +77,7 @@ class TimelineLog:
         self._live[request.request_id] = _Record(request, lookup, request.arrival_s - waited_s)
 
     def note_plan(self, plan: StepPlan, now_s: float) -> None:
-        """Take in the loads that a plan starts and gives up, and the requests that it preempts."""
+        """Record the loads that a plan starts or gives up, and the requests that it preempts."""
         for request in plan.preempted:
             record = self._live[request.request_id]
             if len(record.preempted_s) < MAX_EVENTS:
@@ -102,13 +102,13 @@ class TimelineLog:
                 record.decode_s += seconds
 
     def note_loaded(self, request: Request, block_ids: Sequence[int], now_s: float) -> None:
-        """Take in blocks that came."""
+        """Record blocks that arrived."""
         self._end_load(request, block_ids, now_s, None)
 
     def note_load_failed(
         self, request: Request, block_ids: Sequence[int], reason: str, now_s: float
     ) -> None:
-        """Take in blocks that did not come."""
+        """Record blocks that failed to load."""
         self._end_load(request, block_ids, now_s, reason)
 
     def close(self, request: Request, now_s: float) -> None:
@@ -140,7 +140,7 @@ class TimelineLog:
     def _end_load(
         self, request: Request, block_ids: Sequence[int], now_s: float, reason: str | None
     ) -> None:
-        """Take in ends of transfers; ``reason`` is None for blocks that came."""
+        """Record the ends of transfers; ``reason`` is None for blocks that arrived."""
         record = self._live.get(request.request_id)
         if record is None or record.request is not request:
             return  # The request has ended; its transfers had not.
@@ -215,7 +215,7 @@ class TimelineLog:
 
 
 def _name_drop(request: Request, load: KvLoadRecord) -> str:
-    """Say why a transfer is no longer wanted."""
+    """Return the reason why a transfer is no longer wanted."""
     if load.failures.keys() - {"too_late"}:
         return "after_gap"
     return "too_late" if request.state is RequestState.RUNNING else "given_up"
@@ -226,7 +226,7 @@ def _after(moment_s: float | None, zero_s: float) -> float | None:
 
 
 def _copy(load: KvLoadRecord) -> KvLoadRecord:
-    """Copy what later reports would change."""
+    """Return a copy of a load record that later reports do not change."""
     return KvLoadRecord(
         source=load.source,
         begin_s=load.begin_s,

@@ -23,7 +23,7 @@ class BlockTransfers(Protocol):
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of sources whose loads it carries out."""
+        """The kinds of sources from which this implementation loads."""
         ...
 
     def begin(self, plan: StepPlan) -> None:
@@ -37,16 +37,16 @@ class BlockTransfers(Protocol):
 
 
 class LoadSink(Protocol):
-    """The receiver of loads' results: the engine."""
+    """The receiver of the results of loads: the engine."""
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Take in that blocks have their content, verified."""
+        """Record that blocks have their verified content."""
         ...
 
     def load_failed(
         self, request: Request, block_ids: Sequence[int], reason: str = "failed"
     ) -> None:
-        """Take in that blocks have no content; nothing writes into them any more.
+        """Record that blocks have no content and that nothing writes into them any more.
 
         Args:
             request: whose loads they were.
@@ -61,7 +61,7 @@ class LoadSink(Protocol):
 
 
 class TransfersBySource:
-    """One ``BlockTransfers`` of several: each load goes to the part that reads its source.
+    """A ``BlockTransfers`` that passes each load to the part that reads from its source.
 
     Args:
         parts: for different sources. A plan goes to them in this order: one that copies evicted
@@ -78,7 +78,7 @@ class TransfersBySource:
         return self._sources
 
     def begin(self, plan: StepPlan) -> None:
-        """Take up what a plan asks; see ``BlockTransfers.begin``."""
+        """Pass a plan to the parts, each with the loads from its source."""
         for part in self._parts:
             loads = [load for load in plan.loads if type(load.source) in part.sources]
             dropped = [load for load in plan.dropped if type(load.source) in part.sources]

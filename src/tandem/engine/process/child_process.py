@@ -15,9 +15,9 @@ from tandem.core.config import child_environment
 __all__ = ["end_child", "start_child", "write_settings"]
 
 EXIT_TIMEOUT_S = 5.0
-"""Time for a live child to finish its work."""
+"""Seconds that a child may take to finish its work before it is killed."""
 LOST_TIMEOUT_S = 0.5
-"""For one that does not answer, or is ending: what waits for its successor waits for this too."""
+"""Seconds that a child which does not answer may take to end; its successor waits for it."""
 
 
 async def start_child(module: str, *, stdout: int | None = None) -> asyncio.subprocess.Process:
@@ -43,7 +43,7 @@ async def start_child(module: str, *, stdout: int | None = None) -> asyncio.subp
 
 
 def write_settings(process: asyncio.subprocess.Process, spec: msgspec.Struct) -> None:
-    """Tell a child that was started what to do; once."""
+    """Write a child's settings to its standard input, once."""
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(spec) + b"\n")
 
@@ -51,7 +51,7 @@ def write_settings(process: asyncio.subprocess.Process, spec: msgspec.Struct) ->
 async def end_child(
     process: asyncio.subprocess.Process, exited: "asyncio.Task[int]", *, is_lost: bool = False
 ) -> None:
-    """End a process that may be gone, well, stuck or stopped; bounded in time.
+    """End a child process, by force if necessary; the time is bounded.
 
     Args:
         process: from ``start_child``.

@@ -80,30 +80,31 @@ IDLE_WAIT_S = 0.5
 PROGRESS_INTERVAL_S = 0.1
 STORE_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
-"""For the first attempt to reach the store; an instance without it serves all the same."""
+"""Time limit of the first attempt to reach the store, seconds; without it the instance serves
+too."""
 
 
 PREPARE = b"\n"
-"""Instead of the configuration: import libraries, and then read that."""
+"""Line sent before the configuration: import libraries first, then read the configuration."""
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """All that an instance process is told."""
+    """Settings of an instance process, sent to it when it starts."""
 
     name: str = "instance-0"
     endpoint: str = ""
-    """Chosen by the launcher."""
+    """Endpoint to listen on, chosen by the launcher."""
     secret: str | None = None
     """Secret of the cluster, proved by servers on other machines; None: a Unix socket needs
     none."""
     role: InstanceRole = "unified"
     cores: tuple[int, ...] = ()
-    """The CPUs that it computes on; empty: all that are allowed."""
+    """CPUs that the instance computes on; empty: all that are allowed."""
     num_siblings: Annotated[int, Meta(ge=1)] = 1
     """Instances that share the machine's memory, this one included."""
     model: ModelConfig
     adapters: tuple[AdapterSource, ...] = ()
-    """Loaded before it serves; the reply to ``info`` says which could not be."""
+    """Adapters to load before serving; the reply to ``info`` lists those that failed."""
     engine: EngineConfig
     rpc: RpcConfig
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
@@ -113,7 +114,7 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The transfer of blocks from prefill instances to decode instances, with the secret that they
     share; None: this instance takes no part in that."""
     tells_blocks: bool = False
-    """Servers are told which blocks it holds, to choose among instances by."""
+    """True if servers are told which blocks the instance holds, so that they can route by them."""
     kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
     log_format: str = "text"
@@ -202,7 +203,7 @@ class Instance:
     # Called by both the event loop and the main thread.
 
     def set_stage(self, stage: StageChanged) -> None:
-        """Enter a stage, or report progress within one; any thread."""
+        """Set the stage, or the progress within it, and tell the servers. Any thread."""
         if stage.stage is not self._stage.stage:
             logger.info("event=stage stage=%s detail=%r", stage.stage, stage.detail)
         self._stage = stage
@@ -210,12 +211,12 @@ class Instance:
             self._loop.call_soon_threadsafe(self._push_stage)
 
     def stop(self) -> None:
-        """Make the main thread return once it has loaded; any thread."""
+        """Tell the main thread to stop once it has loaded the model. Any thread."""
         self._stopping.set()
 
     @property
     def is_loading(self) -> bool:
-        """True if there is nothing yet that an end would break off."""
+        """True if the instance has no work that ending it would interrupt."""
         return not self._has_loaded.is_set() and self._stage.stage is not InstanceStage.FAILED
 
     # The main thread's side.
@@ -350,7 +351,9 @@ class Instance:
     def _load_adapters(
         self, built: "BuiltEngine"
     ) -> "tuple[AdapterTable | None, list[AdapterInfo], dict[str, str]]":
-        """Return the table of adapters, what it begins with, and what could not be loaded."""
+        """Load the first adapters; return their table, those loaded and the errors of the
+        others.
+        """
         config = self._spec.model
         if not (config.adapter or config.adapter_folder):
             return None, [], {}
@@ -404,11 +407,13 @@ def read_spec(line: bytes) -> InstanceSpec:
 
 
 class _ServerWatch:
-    """The server holds the other end of our standard input; when it is gone, so are we."""
+    """A watch on standard input, whose other end the server holds: its end means the server is
+    gone.
+    """
 
     def __init__(self) -> None:
         self.instance: Instance | None = None
-        """None while libraries are imported and settings awaited: there is nothing to stop."""
+        """Instance to stop; None while libraries are imported and settings awaited."""
         self._input = select.poll()
         # Watch only for hang-up: the main thread reads the input itself.
         self._input.register(sys.stdin.fileno(), select.POLLHUP | select.POLLRDHUP)
@@ -421,7 +426,7 @@ class _ServerWatch:
         self.stop()
 
     def stop(self) -> None:
-        """End the process: by the way of the main thread, where that has begun to serve."""
+        """End the process, through the main thread if that has begun to serve."""
         if self.instance is None or self.instance.is_loading:
             os._exit(0)
         self.instance.stop()

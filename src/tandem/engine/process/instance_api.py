@@ -60,14 +60,15 @@ __all__ = ["Adapters", "InstanceApi", "PeerOpener", "ServerPeer", "StoreLookups"
 logger = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.01
-"""Between two loads that a server is told while requests run: a short step is not to pay for it."""
+"""Shortest time between two load reports while requests run, seconds, so that reports do not
+slow short steps."""
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
 
 
 class ServerPeer(Protocol):
-    """A server, as ``tandem.rpc.Peer`` stands for it."""
+    """A connected server."""
 
     def push_threadsafe(self, event: msgspec.Struct) -> None:
         """Send an event; raises PeerLostError if the session is lost."""
@@ -75,14 +76,14 @@ class ServerPeer(Protocol):
 
 
 class StoreLookups(Protocol):
-    """The store tier, as arriving requests ask it."""
+    """The store tier as used for arriving requests."""
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
         """Return how many leading blocks of a chain the store holds; None without an answer."""
         ...
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """Have the store evict blocks late, now and once they are stored; does not wait."""
+        """Ask the store to evict blocks late, now and once they are stored; does not wait."""
         ...
 
     async def flush(self) -> int:
@@ -91,14 +92,14 @@ class StoreLookups(Protocol):
 
 
 class PeerOpener(Protocol):
-    """The reader of other instances' blocks, as a server tells it of them."""
+    """The reader that opens other instances for reading, at a server's request."""
 
     async def open_peer(self, facts: KvPeer) -> None:
-        """Open an instance, or again if it has restarted."""
+        """Open an instance for reading, or reopen it after a restart."""
         ...
 
     async def close_peer(self, name: str) -> None:
-        """Forget an instance."""
+        """Forget an instance; its blocks are no longer read."""
         ...
 
 
@@ -110,19 +111,19 @@ class Adapters(Protocol):
         ...
 
     def unload(self, digest: str) -> None:
-        """Take no further requests for one."""
+        """Refuse further requests for an adapter."""
         ...
 
 
 @dataclass(slots=True)
 class _Arrivals:
-    """The requests of one server, by their numbers."""
+    """The arriving requests of one server, by number."""
 
     num_received: int = 0
     pending: set[int] = field(default_factory=set[int])
-    """Arrived, and neither added nor refused."""
+    """Numbers of requests that arrived and were neither added nor refused yet."""
     told: InstanceLoad | None = None
-    """The last load that the server was told, without its version."""
+    """Load that the server was told last, without its version."""
 
 
 class InstanceApi:
@@ -178,7 +179,7 @@ class InstanceApi:
         self._arrivals: dict[ServerPeer, _Arrivals] = {}
         self._num_loads = 0
         self._next_load_s = -math.inf
-        """Before this moment the load is not told again with the outputs of a step."""
+        """Time before which step outputs carry no new load report, seconds."""
         self._handlers: dict[str, Callable[[ServerPeer, Any], Any]] = {
             ADD.name: self.add,
             CONTINUE.name: self.continue_request,
@@ -203,7 +204,7 @@ class InstanceApi:
 
     @property
     def num_owned(self) -> int:
-        """Requests whose sender is remembered: those that are live, or being added."""
+        """Number of requests whose sender is remembered: those that are live or being added."""
         return len(self._owners)
 
     async def add(self, peer: ServerPeer, request: AddRequest) -> Empty:
@@ -277,7 +278,7 @@ class InstanceApi:
         return missing.num_cached + lookup.found_blocks, lookup
 
     def take_event(self, peer: ServerPeer, event: CancelRequest | ReleaseHold) -> None:
-        """Cancel a request of this server, or release a hold; harmless if there is none."""
+        """Cancel a request of this server, or release a hold; unknown ids are ignored."""
         if isinstance(event, ReleaseHold):
             self.engine.release_hold(event.request_id)
         elif self._owners.get(event.request_id) is peer and not self.engine.cancel(
@@ -287,7 +288,7 @@ class InstanceApi:
             self._owners.pop(event.request_id, None)
 
     async def _open_peer(self, _: ServerPeer, facts: KvPeer) -> Empty:
-        """Let the engine read the blocks of another instance; again when that has restarted.
+        """Open another instance for reading, or reopen it after a restart.
 
         Raises: UnsupportedError (this instance reads from no other); as ``KvPeers.open``.
         """
@@ -300,7 +301,7 @@ class InstanceApi:
         return Empty()
 
     async def _close_peer(self, _: ServerPeer, message: ClosePeer) -> Empty:
-        """Forget another instance; harmless if it is not known."""
+        """Forget another instance; an unknown name is ignored."""
         if self._reader is not None:
             await self._reader.close_peer(message.name)
         return Empty()
@@ -325,7 +326,7 @@ class InstanceApi:
         ]
 
     async def _load_adapter(self, _: ServerPeer, source: AdapterSource) -> AdapterInfo:
-        """Load an adapter from the folder that is set for that.
+        """Load an adapter from the folder that the settings allow.
 
         Raises: as ``AdapterTable.load``; UnsupportedError (the instance takes no adapters).
         """
@@ -398,7 +399,7 @@ class InstanceApi:
                 peer.push_threadsafe(event)
 
     def _measure_loads(self, *, is_busy: bool) -> dict[ServerPeer, InstanceLoad]:
-        """Return the load for each server to which it is news; none if it was just told.
+        """Return the new load for each server, except those that were just told.
 
         ``is_busy``: there are outputs, so this will soon be called again.
         """

@@ -19,7 +19,7 @@ from tandem.engine.scheduling.prefix_index import PrefixNode
 __all__ = ["BlockInventory", "cut_key"]
 
 MAX_CHANGES = 1 << 14
-"""Told at once: a message stays below some 150 KB."""
+"""Largest number of key changes in one message, which stays below some 150 KB."""
 NO_CHANGES = BlockChanges()
 
 
@@ -29,7 +29,7 @@ def cut_key(key: bytes) -> int:
 
 
 class _Keys:
-    """Keys that come and go, and their changes since each reader was told.
+    """A set of keys, with the changes that each reader has not been told.
 
     Args:
         is_remembered: True: a new reader is told of all keys; False: of changes alone.
@@ -39,10 +39,10 @@ class _Keys:
         self._is_remembered = is_remembered
         self._held: set[int] = set()
         self._changes: dict[Hashable, dict[int, bool]] = {}
-        """By reader: the last state of each key that has changed."""
+        """For each reader: the last state of each changed key."""
 
     def open(self, reader: Hashable) -> None:
-        """Begin to keep changes for a reader."""
+        """Start recording changes for a reader."""
         if reader not in self._changes:
             self._changes[reader] = dict.fromkeys(self._held, True)
 
@@ -51,7 +51,7 @@ class _Keys:
         self._changes.pop(reader, None)
 
     def note(self, key: int, *, is_held: bool) -> None:
-        """Take in a key's state."""
+        """Record that a key is now held, or not."""
         if self._is_remembered:
             (self._held.add if is_held else self._held.discard)(key)
         for changes in self._changes.values():
@@ -61,13 +61,15 @@ class _Keys:
             changes[key] = is_held
 
     def clear(self) -> None:
-        """Forget all keys; readers are told so by other means."""
+        """Forget all keys; the caller tells readers to reset."""
         self._held.clear()
         for changes in self._changes.values():
             changes.clear()
 
     def take(self, reader: Hashable) -> tuple[list[int], list[int]]:
-        """Return keys that came and keys that went, ``MAX_CHANGES`` at most."""
+        """Return the keys added and the keys removed since the last call, at most
+        ``MAX_CHANGES``.
+        """
         changes = self._changes.get(reader, {})
         told = [changes.popitem() for _ in range(min(len(changes), MAX_CHANGES))]
         return [key for key, is_held in told if is_held], [key for key, held in told if not held]
@@ -86,17 +88,17 @@ class BlockInventory:
         self._lock = threading.Lock()
         self._blocks = _Keys()
         self._group = _Keys()
-        """Blocks whose window is there, or behind which a state is; see ``BlockChanges``."""
+        """Blocks with a cached window, or with a cached state behind them; see ``BlockChanges``."""
         self._in_store = _Keys(is_remembered=False)
-        """Blocks of the store, as far as this instance put or sought them."""
+        """Blocks in the store, as far as this instance has stored them or looked them up."""
         self._readers: set[Hashable] = set()
         self._resets: set[Hashable] = set()
-        """Readers who must forget what they were told."""
+        """Readers that must forget everything they were told before."""
         self._num_states: Counter[int] = Counter()
-        """States behind each block: several may begin with the same block and part after it."""
+        """Number of states behind each block: several may share a block and differ after it."""
 
     def open(self, reader: Hashable) -> None:
-        """Begin to keep changes for a reader; it is told of all there is first."""
+        """Start recording changes for a reader, beginning with everything that is held."""
         with self._lock:
             self._readers.add(reader)
             for keys in (self._blocks, self._group, self._in_store):
@@ -111,7 +113,7 @@ class BlockInventory:
                 keys.close(reader)
 
     def take(self, reader: Hashable) -> BlockChanges | None:
-        """Return changes that a reader has not been told; None if there is none."""
+        """Return the changes that a reader has not been told; None if there are none."""
         with self._lock:
             if reader not in self._readers:
                 return None
@@ -134,7 +136,7 @@ class BlockInventory:
     # Reports from the prefix index.
 
     def note_stored(self, node: PrefixNode) -> None:
-        """Record a block that can be found from now on."""
+        """Record that a block is now findable in the index."""
         assert node.key is not None, "a partial block has no key"
         with self._lock:
             self._blocks.note(cut_key(node.key), is_held=True)
@@ -142,14 +144,14 @@ class BlockInventory:
             self.note_in_store([node.key], is_there=True)
 
     def note_removed(self, key: bytes) -> None:
-        """Record that a block cannot be found any more."""
+        """Record that a block is no longer findable in the index."""
         with self._lock:
             self._blocks.note(cut_key(key), is_held=False)
         if self._write == "on_evict":
             self.note_in_store([key], is_there=True)
 
     def note_cleared(self) -> None:
-        """Record that no block can be found any more."""
+        """Record that no block is findable any more."""
         with self._lock:
             self._blocks.clear()
             self._group.clear()
@@ -157,7 +159,7 @@ class BlockInventory:
             self._resets |= self._readers
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Record a state that can be found behind a block."""
+        """Record that a state behind a block is now findable."""
         key = cut_key(snapshot.parent_key)
         with self._lock:
             self._num_states[key] += 1
@@ -179,6 +181,6 @@ class BlockInventory:
             self._group.note(cut_key(node.key), is_held=True)
 
     def note_window_removed(self, key: bytes) -> None:
-        """Record that the same KV cannot be found any more."""
+        """Record that a block's KV of the window layers is no longer findable."""
         with self._lock:
             self._group.note(cut_key(key), is_held=False)

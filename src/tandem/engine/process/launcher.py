@@ -19,8 +19,8 @@ __all__ = ["InstanceChild", "Launcher", "ProcessLauncher", "make_instance_client
 
 MODULE = "tandem.engine.process.instance"
 CONNECT_TIMEOUT_S = 120.0
-"""From the start of the process to its socket; loading comes after. Python on a cold, busy disk
-has been seen to take half a minute to import torch."""
+"""Seconds from the start of the process until its socket exists; loading the model comes later.
+On a cold, busy disk Python has taken half a minute to import torch."""
 
 
 class InstanceChild(Protocol):
@@ -28,20 +28,20 @@ class InstanceChild(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id of the instance."""
         ...
 
     @property
     def client(self) -> SessionClient:
-        """The channel to it; not connected yet."""
+        """Control channel to the instance, not connected yet."""
         ...
 
     async def wait(self) -> int:
-        """Return its exit status when it has ended. May be awaited several times."""
+        """Return the exit status once the process has ended. May be awaited several times."""
         ...
 
     async def end(self, *, is_lost: bool = False) -> None:
-        """End it, by force if it does not, soon if it no longer answers; bounded in time."""
+        """End the process, by force if necessary; the time is bounded, and short if it is lost."""
         ...
 
 
@@ -59,19 +59,19 @@ class Launcher(Protocol):
     """Starts instances for one supervisor, one at a time."""
 
     async def start(self, spec: InstanceSpec) -> InstanceChild:
-        """Start an instance; its endpoint is chosen here. The caller ends it."""
+        """Start an instance at an endpoint chosen here; the caller ends it."""
         ...
 
     async def prepare(self) -> None:
-        """Do what the next start can do in advance; nothing if that has been done."""
+        """Prepare the next start as far as possible without its settings. Idempotent."""
         ...
 
     async def discard(self) -> None:
-        """Undo ``prepare``; nothing if there is nothing prepared."""
+        """Discard what ``prepare`` has prepared. Idempotent."""
         ...
 
     async def close(self) -> None:
-        """Remove what starts have left behind; after the last instance has ended."""
+        """Remove files that starts have left behind; call after the last instance has ended."""
         ...
 
 
@@ -89,10 +89,10 @@ class ProcessLauncher:
         self._folder: Path | None = None
         self.num_started = 0
         self._prepared: asyncio.subprocess.Process | None = None
-        """A process that imports libraries, and then waits for its settings."""
+        """Process that has imported libraries, or still does, and waits for its settings."""
 
     async def start(self, spec: InstanceSpec) -> "ChildInstance":
-        """See ``Launcher.start``."""
+        """Start a child process, or use the prepared one, and send it its settings."""
         folder = self._make_folder()
         endpoint = self._fixed_endpoint or f"ipc://{folder / f'{self.num_started}.sock'}"
         self.endpoint = endpoint
@@ -105,7 +105,7 @@ class ProcessLauncher:
         return ChildInstance(process, make_instance_client(endpoint, spec))
 
     async def prepare(self) -> None:
-        """See ``Launcher.prepare``."""
+        """Start a process that imports libraries and then waits for its settings."""
         # Make a writable folder first: without one, libraries fail obscurely while they are
         # imported.
         self._make_folder()
@@ -120,7 +120,7 @@ class ProcessLauncher:
         return self._folder
 
     async def discard(self) -> None:
-        """See ``Launcher.discard``."""
+        """Kill the prepared process, if there is one."""
         process, self._prepared = self._prepared, None
         if process is not None:
             exited = asyncio.create_task(process.wait())
@@ -129,7 +129,7 @@ class ProcessLauncher:
             await end_child(process, exited, is_lost=True)
 
     async def close(self) -> None:
-        """See ``Launcher.close``."""
+        """Discard the prepared process and remove the folder of sockets."""
         await self.discard()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -145,13 +145,13 @@ class ChildInstance:
 
     @property
     def pid(self) -> int:
-        """See ``InstanceChild.pid``."""
+        """Process id of the child."""
         return self._process.pid
 
     async def wait(self) -> int:
-        """See ``InstanceChild.wait``."""
+        """Return the exit status once the child has ended."""
         return await asyncio.shield(self._exited)
 
     async def end(self, *, is_lost: bool = False) -> None:
-        """See ``InstanceChild.end``."""
+        """End the child process, by force if necessary."""
         await end_child(self._process, self._exited, is_lost=is_lost)

@@ -25,7 +25,7 @@ LIBRARIES = (
 
 
 def import_libraries() -> None:
-    """Import what does not depend on the settings: nearly all of a start. Nothing if that is done.
+    """Import the libraries that every model needs. Idempotent.
 
     Without the garbage collector, which spends a sixth of the time on objects that stay for good,
     and never looks at them later.

@@ -40,7 +40,7 @@ Res = TypeVar("Res")
 
 CALL_TIMEOUT_S = 30.0
 LOAD_TIMEOUT_S = 120.0
-"""Time-out of loading an adapter, whose file may be on a slow disk."""
+"""Time-out of loading an adapter, seconds: its file may be on a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class InstanceMethod(Generic[Req, Res]):
     """A method that servers call."""
 
     name: str
-    """Unique; on the wire."""
+    """Name of the method on the wire; unique."""
     request_type: type[Req]
     response_type: type[Res]
     timeout_s: float = CALL_TIMEOUT_S

@@ -23,11 +23,11 @@ class OutputStream:
         self._has_ended = False
 
     def put(self, output: RequestOutput) -> None:
-        """Append an output; the last one has a finish reason."""
+        """Append an output to the stream; the last one has a finish reason."""
         self._queue.put_nowait(output)
 
     async def cancel(self) -> None:
-        """Stop the request; at once, idempotent, harmless after the end."""
+        """Stop the request at once. Idempotent, and harmless after the end."""
         if not self._has_ended:
             self._has_ended = True
             self._cancel(self._request_id)

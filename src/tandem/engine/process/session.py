@@ -41,20 +41,20 @@ class SessionClient(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """True if calls reach it."""
+        """True if calls reach the instance."""
         ...
 
     @property
     def silence_s(self) -> float:
-        """Seconds since it was heard; 0 while calls do not reach it."""
+        """Seconds since the instance last sent anything; 0 while it is not connected."""
         ...
 
     def on_event(self, callback: Callable[[Peer, Any], None], event_type: Any) -> None:
-        """Set the receiver of its events; before it connects."""
+        """Set the callback for the instance's events, before connecting."""
         ...
 
     def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
-        """Set the listener to its loss; before it connects."""
+        """Set the callback for the loss of the session, before connecting."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -73,7 +73,7 @@ class SessionClient(Protocol):
 
 
 class InstanceSession:
-    """Speaks to one instance process, from its start to its loss.
+    """A session with one instance process, from connection to loss.
 
     Args:
         client: the control channel, not connected yet. Owned.
@@ -92,7 +92,7 @@ class InstanceSession:
         self._on_ready = on_ready
         self._sinks: dict[str, Callable[[RequestOutput], None]] = {}
         self.load = LoadCount()
-        """The load of the instance: what it tells, and what it is sent."""
+        """Load of the instance: its reports plus the requests sent since."""
         self._ready = asyncio.Event()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._client = client
@@ -100,7 +100,7 @@ class InstanceSession:
         self._client.on_peer_lost(self._note_loss)
 
     async def run(self) -> str:
-        """Connect, and stay until the session is lost; return why it was."""
+        """Connect, serve until the session is lost, and return the reason of the loss."""
         try:
             async with self._client:
                 waiter = asyncio.create_task(self._ready.wait())
@@ -155,13 +155,13 @@ class InstanceSession:
         )
 
     def cancel(self, request_id: str) -> None:
-        """Let the instance stop a request; no output of it is passed on any more."""
+        """Cancel a request at the instance; its later outputs are dropped."""
         self._sinks.pop(request_id, None)
         with contextlib.suppress(TandemError):  # A dead instance has forgotten it anyway.
             self._client.push(CancelRequest(request_id=request_id))
 
     def release_hold(self, request_id: str) -> None:
-        """Let an instance give up the blocks of a prefill; a lost one has done so."""
+        """Release the blocks of a prefill at the instance; if it is lost, they are gone anyway."""
         with contextlib.suppress(TandemError):
             self._client.push(ReleaseHold(request_id=request_id))
 
@@ -190,7 +190,7 @@ class InstanceSession:
                 self._lost.set_result(event.detail)
 
     def _fail_sinks(self, text: str) -> None:
-        """Send the error to all waiting callers, who would wait for ever otherwise."""
+        """End all waiting requests with an error; otherwise they would wait for ever."""
         error = PeerLostError("engine.run", text)
         sinks, self._sinks = self._sinks, {}
         for request_id, put in sinks.items():

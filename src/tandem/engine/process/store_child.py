@@ -27,7 +27,7 @@ __all__ = ["StoreChild"]
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""For a process to say that it serves, the first and each later one."""
+"""Seconds in which each started store process must report that it serves."""
 RESTART_PAUSE_S = 0.2
 RESTART_PAUSE_MAX_S = 10.0
 
@@ -62,20 +62,20 @@ class StoreChild:
         self.num_restarts = 0
         self._serves = False
         self._loss = ""
-        """Why the last process is gone."""
+        """Reason why the last process ended."""
         self._fill = StoreStatus(stage="starting")
-        """The last report of its master on space; a restarted one has its objects still."""
+        """Last report of the master on its space; a restarted store keeps its objects."""
         self.store = store
-        """The settings that clients need; complete once entered."""
+        """Store settings for clients; complete after entering."""
 
     @property
     def pid(self) -> int | None:
-        """Process id, if it runs."""
+        """Process id of the store, or None."""
         return None if self._process is None else self._process.pid
 
     @property
     def status(self) -> StoreStatus:
-        """Its state, for ``/server_info``."""
+        """State of the store, for ``/server_info``."""
         waiting = "restarting" if self.num_restarts else "starting"
         return StoreStatus(
             stage="serving" if self._serves else waiting,
@@ -145,7 +145,7 @@ class StoreChild:
             pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
 
     async def _run_process(self, started: "asyncio.Future[None]") -> str:
-        """Start one process and stay until it is gone or silent; return why it is."""
+        """Run one process until it ends or falls silent; return the reason."""
         spec = StoreProcessSpec(
             store=self.store,
             rpc=self._rpc,

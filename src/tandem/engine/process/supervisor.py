@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = 0.2
 RESTART_PAUSE_MAX_S = 10.0
-"""Requests wait for cluster.recovery_s: a few starts that fail must not use that up."""
+"""Longest pause between restarts, seconds: it leaves room for several starts within
+``cluster.recovery_s``."""
 LOOKS_PER_LEASE = 8
-"""At the silence of an instance."""
+"""Number of checks for silence within one lease of the instance."""
 MAX_FIRST_STARTS = 3
-"""Processes that may die before one has ever served; more would die alike."""
+"""Starts that may fail before any has served; further ones would fail alike."""
 
 
 class InstanceSupervisor:
@@ -68,19 +69,19 @@ class InstanceSupervisor:
         self._was_ready = False
         """True if the present process has served."""
         self._settled = asyncio.Event()
-        """Set once it is known whether the instance can serve at all."""
+        """Event set once it is known if the instance can serve at all."""
         self._restarting = asyncio.Event()
-        """Set to end the present process."""
+        """Event that makes the present process end."""
         self._back = asyncio.Event()
-        """Set when the next one serves."""
+        """Event set when the next process serves."""
         self._awake = asyncio.Event()
-        """Clear while there is to be no process."""
+        """Event that is clear while no process may run."""
         self._asleep = asyncio.Event()
-        """Set while there is none for that reason."""
+        """Event set while the instance sleeps without a process."""
         if not is_asleep:
             self._awake.set()
         self._kept: KeptWeights | None = None
-        """Weights of one that sleeps; None: it is awake, or evicted."""
+        """Mapped weights of a sleeping instance; None if it is awake or evicted."""
         self.num_restarts = 0
 
     async def __aenter__(self) -> Self:
@@ -127,15 +128,15 @@ class InstanceSupervisor:
         return self._info
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
-        """Say which adapters the instance begins with when it is started next."""
+        """Set the adapters that the instance loads at its next start."""
         self._spec = msgspec.structs.replace(self._spec, adapters=tuple(sources))
 
     def set_role(self, role: InstanceRole) -> None:
-        """Say what the instance is for when it is started next."""
+        """Set the role that the instance has at its next start."""
         self._spec = msgspec.structs.replace(self._spec, role=role)
 
     async def restart(self) -> None:
-        """End the process as it ends by itself, and start another one.
+        """End the process gracefully and start another one.
 
         Returns when the new one serves; a start that fails is repeated as after a loss.
         """
@@ -144,7 +145,7 @@ class InstanceSupervisor:
         await self._back.wait()
 
     async def sleep(self) -> None:
-        """End the process, and start none before ``wake``; the next start is prepared.
+        """End the process and start none before ``wake``, but prepare the next start.
 
         Its libraries are imported, and packed weights stay mapped.
         """
@@ -160,13 +161,13 @@ class InstanceSupervisor:
         await self._launcher.prepare()
 
     async def evict(self) -> None:
-        """Give up what makes the next start of one that sleeps faster."""
+        """Discard what was prepared to start the sleeping instance faster."""
         if self._asleep.is_set():
             self._drop_kept()
             await self._launcher.discard()
 
     async def wake(self) -> None:
-        """Start the process of one that sleeps; returns when it serves."""
+        """Start the process of a sleeping instance; return when it serves."""
         if self._awake.is_set():
             return
         self._back = asyncio.Event()
@@ -176,7 +177,7 @@ class InstanceSupervisor:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of packed weights that are mapped for one that sleeps."""
+        """Bytes of packed weights mapped for a sleeping instance."""
         return 0 if self._kept is None else self._kept.size_bytes
 
     def _drop_kept(self) -> None:
@@ -196,7 +197,7 @@ class InstanceSupervisor:
         return self._session
 
     async def _supervise(self) -> None:
-        """Run one process after the other, until nothing suggests that the next would do better."""
+        """Run one process after another until a further start would fail alike."""
         pause_s = RESTART_PAUSE_S
         num_failed_starts = 0
         while True:
@@ -232,7 +233,7 @@ class InstanceSupervisor:
             pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
 
     async def _rest(self) -> None:
-        """Stay without a process until woken."""
+        """Wait without a process until ``wake`` is called."""
         self._restarting.clear()
         self._set_stage(StageChanged(InstanceStage.SLEEPING))
         self._asleep.set()
@@ -243,7 +244,7 @@ class InstanceSupervisor:
         self._set_stage(StageChanged(InstanceStage.STARTING, "waking up"))
 
     async def _run_process(self) -> str:
-        """Start one process and stay until it is gone; return why it is."""
+        """Run one process until it is gone; return the reason."""
         child = self._child = await self._launcher.start(self._spec)
         exited = asyncio.create_task(child.wait())
         self._session = InstanceSession(

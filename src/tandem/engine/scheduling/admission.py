@@ -18,8 +18,8 @@ from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 __all__ = ["MAX_OVERTAKEN", "Admission", "awaits_prefill"]
 
 MAX_OVERTAKEN = 16
-"""Later requests of its client that may be admitted before a request that waits for a slot or for
-blocks; while its KV comes from elsewhere, others go on."""
+"""Largest number of later requests of a client that may be admitted before a waiting one.
+Requests whose KV is being loaded do not hold others back."""
 
 
 class Admission:
@@ -80,7 +80,7 @@ class Admission:
         return waiting[:MAX_CANDIDATES]
 
     def _share_out(self, waiting: Sequence[Request]) -> list[Request]:
-        """Return requests so that clients run as many as their weights say; keep their orders.
+        """Order requests so that clients run numbers of them in proportion to their weights.
 
         The next slot goes to the client that has the fewest for its weight with it (D'Hondt).
         """
@@ -98,7 +98,7 @@ class Admission:
         return [entry[4] for entry in keyed]
 
     def _is_barred(self, request: Request, now_s: float) -> bool:
-        """Return True if another one that was overtaken often enough must be admitted first."""
+        """Return True if a request must wait for one that was overtaken too often."""
         return any(
             other.queue.num_overtaken >= MAX_OVERTAKEN
             and other.sequence_id < request.sequence_id
@@ -201,7 +201,7 @@ class Admission:
 
 
 def awaits_prefill(state: SchedulerState, request: Request, now_s: float) -> bool:
-    """Return True if blocks of a prefill instance are there and have not been loaded."""
+    """Return True if a prefill instance has blocks of the request that were not loaded yet."""
     return (
         request.prefill_kv is not None
         and not request.load.has_loaded

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 WINDOW_BASE = 1 << 30
-"""Numbers by which transfers know window blocks begin here: no pool has so many blocks."""
+"""First number by which transfers name window blocks; no pool has so many blocks."""
 
 
 class BlockCopy(NamedTuple):
@@ -48,27 +48,27 @@ class BlockCopy(NamedTuple):
 
 
 def make_state_id(slot: int) -> int:
-    """Return the number by which transfers know a slot of states: below zero, as no block's is."""
+    """Return the number by which transfers name a state slot: negative, unlike any block id."""
     return -1 - slot
 
 
 def find_state_slot(block_id: int) -> int | None:
-    """Return the slot that a number stands for; None: it is a block's."""
+    """Return the state slot that a transfer's number names; None if it names a block."""
     return -1 - block_id if block_id < 0 else None
 
 
 def make_window_id(block_id: int) -> int:
-    """Return the number by which transfers know a block of the layers with a window."""
+    """Return the number by which transfers name a window block."""
     return WINDOW_BASE + block_id
 
 
 def find_window_block(block_id: int) -> int | None:
-    """Return the block of layers with a window that a number stands for; None: it is another's."""
+    """Return the window block that a transfer's number names; None if it names something else."""
     return block_id - WINDOW_BASE if block_id >= WINDOW_BASE else None
 
 
 def is_full_block(block_id: int) -> bool:
-    """Say whether a number is that of a block of the layers that see all tokens."""
+    """Return True if a transfer's number names a block of the layers that see all tokens."""
     return 0 <= block_id < WINDOW_BASE
 
 
@@ -80,9 +80,9 @@ class KeyedBlock(NamedTuple):
     """
 
     key: bytes
-    """Names the tokens up to its end."""
+    """Key of the tokens up to the end of the block."""
     block_id: int
-    """Or ``make_state_id`` of the slot, or ``make_window_id`` of the block."""
+    """Block id, or the number that ``make_state_id`` or ``make_window_id`` returned."""
     generation: int
     """``BlockPool.get_generation`` when the block was reported."""
 
@@ -116,7 +116,7 @@ class BlockPool:
                 field="engine.num_kv_blocks",
             )
         self.num_blocks = num_blocks
-        """Blocks that can be in use; while memory is short, those that have it."""
+        """Number of blocks that can be used; while memory is short, those with memory."""
         self._num_planned = num_blocks
         self._memory = memory
         self._num_reserved = num_blocks if memory is None else 0
@@ -175,7 +175,7 @@ class BlockPool:
             self.num_blocks = self._num_reserved
 
     def retry(self) -> None:
-        """After a shortage, ask for the memory of one more block; with it, the shortage is over."""
+        """After a shortage, try to reserve memory for one more block; success ends the shortage."""
         if not self.is_short or self._memory is None:
             return
         num_reserved = self._memory.reserve_blocks(self.num_blocks + 1)
@@ -227,13 +227,13 @@ class BlockPool:
         return False
 
     def hold(self, block_id: int) -> None:
-        """Keep a used block when its last reference goes: the index can find its content."""
+        """Mark a used block as indexed, so that it stays cached after its last reference."""
         assert self._num_refs[block_id] > 0, f"hold of unreferenced block {block_id}"
         assert not self._is_held[block_id], f"second hold of block {block_id}"
         self._is_held[block_id] = True
 
     def drop_hold(self, block_id: int) -> None:
-        """End ``hold``; an unreferenced block becomes free at once."""
+        """Mark a block as not indexed; a block without references becomes free at once."""
         assert self._is_held[block_id], f"drop_hold of block {block_id} that is not held"
         self._is_held[block_id] = False
         if self._num_refs[block_id] == 0:

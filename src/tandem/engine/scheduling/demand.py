@@ -8,7 +8,7 @@ __all__ = ["measure_load"]
 
 
 def measure_load(state: SchedulerState) -> InstanceLoad:
-    """Return what the live requests need. O(live requests).
+    """Return the load that live requests put on the instance. O(live requests).
 
     Conservative: blocks that requests share are counted for each.
     """

@@ -17,7 +17,7 @@ __all__ = ["BlockHolds"]
 
 
 class BlockHolds:
-    """Holds by request id.
+    """The blocks of ended prefills that are kept under a lease, by request id.
 
     Args:
         pool: of the blocks.
@@ -39,7 +39,7 @@ class BlockHolds:
         self._states = states
         self._holds: dict[str, tuple[Request, float]] = {}
         self.num_pinned = 0
-        """References of holds: no preemption gets these blocks back."""
+        """Number of block references of holds, which no preemption frees."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._holds
@@ -49,7 +49,7 @@ class BlockHolds:
 
     @property
     def next_end_s(self) -> float:
-        """The end of the first lease; ``inf`` without holds."""
+        """Time at which the first lease ends; ``inf`` without holds."""
         return min((until_s for _, until_s in self._holds.values()), default=math.inf)
 
     def hold(self, request: Request, until_s: float) -> None:

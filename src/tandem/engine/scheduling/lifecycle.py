@@ -33,7 +33,7 @@ class Lifecycle:
 
     @property
     def next_deadline_s(self) -> float:
-        """The first deadline of a live request, or an earlier one that has lost its request."""
+        """Time of the earliest deadline; it may belong to a request that has ended."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def add(self, request: Request) -> None:
@@ -137,7 +137,7 @@ class Lifecycle:
         now_s: float,
         finished: Mapping[str, FinishReason],
     ) -> list[Request]:
-        """Take in the outcome of the oldest plan in flight; see ``Scheduler.complete``."""
+        """Record the outcome of the oldest plan in flight; return the requests that it ended."""
         state = self._state
         if not state.in_flight or plan is not state.in_flight[0]:
             raise ConflictError("engine.complete", "not the oldest plan in flight")
@@ -178,7 +178,9 @@ class Lifecycle:
         return ended
 
     def settle(self, plan: StepPlan) -> bool:
-        """Adapt a plan made ahead to the step before it; see ``Scheduler.settle``."""
+        """Remove ended requests from a plan made ahead, and renew the block tables of the
+        others.
+        """
         state = self._state
         if not state.in_flight or plan is not state.in_flight[0]:
             raise ConflictError("engine.settle", "not the oldest plan in flight")
@@ -206,7 +208,7 @@ class Lifecycle:
         return not plan.is_empty
 
     def _advance(self, sequence: ScheduledSequence) -> None:
-        """Count what a step computed, and make it matchable."""
+        """Advance a request by the tokens that a step computed, and index its full blocks."""
         request = sequence.request
         request.num_computed_tokens += sequence.num_tokens - sequence.num_drafts
         is_prompt_end = request.queue.is_prefilling and request.num_remaining_tokens == 0
@@ -301,7 +303,7 @@ class Lifecycle:
 
 
 def _land(sequence: ScheduledSequence) -> None:
-    """Take a completed sequence out of its request's counts of plans in flight."""
+    """Subtract a completed sequence from its request's counters of plans in flight."""
     queue = sequence.request.queue
     queue.num_plans -= 1
     queue.num_tokens_in_flight -= sequence.num_tokens

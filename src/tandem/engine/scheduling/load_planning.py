@@ -18,9 +18,7 @@ from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 __all__ = ["LoadPlanning"]
 
 LOADING_SHARE = 4
-"""One in so many blocks may be in transfer at a time. A prefix that needs more is loaded as far as
-this goes; with more in transfer, requests would wait for the link and not for their own blocks. Of
-a model with states a part of a prefix is of no use: there a load that needs more goes alone."""
+"""Divisor of the pool: at most one block in so many may be in transfer at a time."""
 
 
 class LoadPlanning:
@@ -64,7 +62,9 @@ class LoadPlanning:
     def _start_load(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> list[BlockLoad]:
-        """Start to load at most ``room`` blocks for a waiting request, if there is a reason to."""
+        """Start loading up to ``room`` blocks for a waiting request, if the planner wants a
+        load.
+        """
         state, loaded_state, windows = self._state, None, list[WindowLoad]()
         if request.load.has_loaded or not request.can_reuse_prefix:
             return []

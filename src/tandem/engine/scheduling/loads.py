@@ -36,10 +36,10 @@ __all__ = ["BlockLoads", "LoadDecision", "TierPlanner", "WindowLoad"]
 
 
 class LoadDecision(NamedTuple):
-    """The part of a prefix to load, and the time that its request waits for it."""
+    """The planner's decision: how many blocks to load, and how long the request waits."""
 
     num_blocks: int
-    """Number of the keys asked about, from the first; 0: compute them."""
+    """Number of blocks to load, counted from the first key; 0: compute them."""
     wait_s: float = 0.0
     """Seconds during which the request is not admitted. The load itself goes on while the request
     is in the queue and ends when it is admitted: with 0, only time in the queue is used."""
@@ -71,13 +71,13 @@ class WindowLoad(NamedTuple):
     position: int
     """Position of the block in the prompt."""
     key: bytes
-    """Empty for the tail of a prompt."""
+    """Key of the block; empty for the tail of a prompt."""
     block_id: int
 
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The blocks that one request waits for."""
+    """The load of one request."""
 
     node: PrefixNode
     """Node of the last block of ``path``, or the root."""
@@ -86,7 +86,7 @@ class _Load:
     first: int
     """Position of the first block loaded."""
     pending: list[BlockLoad]
-    """Not in the index yet, in order."""
+    """Loads that are not in the index yet, in order."""
     done: set[int] = field(default_factory=set[int])
     """Blocks of ``pending`` whose content is there, while one before them is missing."""
     tail: PrefixNode | None = None
@@ -94,7 +94,7 @@ class _Load:
 
 
 class BlockLoads:
-    """Loads in progress, by request and by block.
+    """The loads in progress, by request and by block.
 
     Args:
         pool: of the blocks.
@@ -135,7 +135,7 @@ class BlockLoads:
 
     @property
     def num_pinned(self) -> int:
-        """References of loads: no preemption gets these blocks back."""
+        """Number of block references of loads, which no preemption frees."""
         return self._num_pinned
 
     def count_releasable(self, request: Request) -> int:
@@ -201,7 +201,7 @@ class BlockLoads:
         return loads
 
     def note_done(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """Take in blocks whose content is there; True if the request's load ended with them.
+        """Record blocks that arrived; return True if they complete the request's load.
 
         Raises: ConflictError (no transfer of this request into such a block); nothing changes.
         """
@@ -214,7 +214,7 @@ class BlockLoads:
         return self._advance(request, load)
 
     def note_failed(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """Take in blocks whose transfer ended without content; True if that ended the load.
+        """Record blocks whose transfer failed; return True if this ended the request's load.
 
         What the load would have brought after them is useless to the request, so they end it
         once what comes before them is there.
@@ -231,7 +231,7 @@ class BlockLoads:
         return self._advance(request, load)
 
     def give_up(self, request: Request) -> None:
-        """End the load of a request, if it has one; what has come stays in the index."""
+        """End the load of a request, if there is one; blocks that arrived stay in the index."""
         load = self._loads.get(request)
         if load is not None:
             self._cut(request, load, 0)
@@ -287,7 +287,7 @@ class BlockLoads:
         return load
 
     def _cut(self, request: Request, load: _Load, position: int) -> None:
-        """Give up all pending blocks from ``position`` on."""
+        """Give up all pending blocks of a load from ``position`` on."""
         cut = load.pending[position:]
         del load.pending[position:]
         self._counters.num_failed_loads += len(cut)

@@ -23,13 +23,13 @@ class ScheduledSequence(NamedTuple):
     """Covers all positions up to the last of this step, no more; a snapshot, which
     ``Scheduler.settle`` renews where the plan was made while another step ran."""
     wants_sample: bool
-    """The last token is the last known one: its logits choose the next."""
+    """True if the last token is the last known one, so that its logits give the next token."""
     phase: Phase
     """The kind of work: a decode computes the token sampled last, a prefill known tokens."""
     num_drafts: int = 0
-    """The last ones of ``num_tokens``, which are guesses and not known tokens of the request."""
+    """Number of draft tokens at the end of ``num_tokens``."""
     window: WindowTable = NO_WINDOW
-    """The same as ``block_table``, of the layers with a window."""
+    """Table of the request's window blocks; see ``block_table``."""
 
 
 class BlockLoad(NamedTuple):
@@ -43,7 +43,7 @@ class BlockLoad(NamedTuple):
     position: int
     """Position of the block in the prompt."""
     key: bytes
-    """Empty for the tail of a prompt, which another instance may have and no tier."""
+    """Key of the block; empty for the tail of a prompt, which only another instance may hold."""
     block_id: int
     """Or ``make_state_id`` of the slot that the state at the end of the load goes to, or
     ``make_window_id`` of the block that what the layers with a window hold goes to."""
@@ -59,7 +59,7 @@ class StateSave(NamedTuple):
 
 
 class StepPlan(msgspec.Struct, eq=False):
-    """One step. Do the copies, then the forward pass, then sample, then ``complete``.
+    """The plan of one step: do the copies, run the forward pass, sample, then call ``complete``.
 
     What concerns lower tiers is read before the step writes, and in this order: ``filled`` and
     ``evicted``, whose memory the step or a load may reuse; then ``dropped``; then ``loads``, which
@@ -69,25 +69,26 @@ class StepPlan(msgspec.Struct, eq=False):
     sequences: list[ScheduledSequence] = []
     copies: list[BlockCopy] = []
     window_copies: list[BlockCopy] = []
-    """The same as ``copies``, of the blocks of layers with a window."""
+    """Copies between blocks of window layers, made together with ``copies``."""
     state_loads: list[StateCopy] = []
-    """Snapshots to the slots of requests that take a prefix up, before the step."""
+    """Copies of snapshots to the slots of requests that start from them, before the step."""
     state_saves: list[StateSave] = []
-    """States to keep, after the step."""
+    """States to save as snapshots, after the step."""
     unused_slots: list[int] = []
-    """Slots of states that nobody goes on from any more."""
+    """Slots whose state nobody needs any more."""
     pinned: list[Snapshot] = []
     """The sources of ``state_loads``."""
     preempted: list[Request] = []
-    """Back in the queue without blocks; what they generated is kept."""
+    """Requests moved back to the queue without blocks; they keep their generated tokens."""
     expired: list[Request] = []
     """Finished with ``FinishReason.DEADLINE``, blocks released."""
     starved: list[Request] = []
     """Finished with ``FinishReason.ERROR``: the machine has had no memory for their blocks."""
     loads: list[BlockLoad] = []
-    """To be started; those of one request in the order of its tokens."""
+    """Loads to start; those of one request are in the order of its tokens."""
     dropped: list[BlockLoad] = []
-    """In progress and not wanted any more. May be stopped; their end is reported all the same."""
+    """Loads in progress that are no longer wanted. They may be stopped; their end is still
+    reported."""
     filled: list[KeyedBlock] = []
     """Blocks that steps have filled since the last plan, generated tokens included; each content
     once, however many requests computed it. Then their window blocks. Then states that are kept

@@ -75,7 +75,7 @@ class PrefixNode:
         """The block of the layers with a window that holds the same tokens, while it is kept;
         changed by ``WindowReuse`` alone."""
         self.is_linked = True
-        """False once the index has forgotten the node; nothing is linked below it any more."""
+        """False once the index has dropped the node; nothing is linked below such a node."""
         self.children: dict[bytes, PrefixNode] = {}
         self.sorted_tokens: list[bytes] = []
         """The keys of ``children``, sorted."""
@@ -83,14 +83,12 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The part of a prompt that the index holds. Valid until the index changes; ``acquire`` pins
-    it.
-    """
+    """The longest part of a prompt that the index holds."""
 
     nodes: list[PrefixNode]
     """Full blocks from the start of the prompt, to be shared as they are."""
     num_tokens: int
-    """All matched tokens, those to be copied included."""
+    """Number of matched tokens, including those to be copied."""
     source: PrefixNode | None = None
     """A block whose first ``num_source_tokens`` tokens match after ``nodes``, to be copied."""
     num_source_tokens: int = 0
@@ -123,7 +121,7 @@ class PrefixMatch:
 
 
 class IndexObserver(Protocol):
-    """Learns which full blocks and states can be found.
+    """Observer of the full blocks and states that become findable or are removed.
 
     Called under the engine's lock: returns at once.
     """
@@ -139,7 +137,7 @@ class IndexObserver(Protocol):
         ...
 
     def note_cleared(self) -> None:
-        """No block can be found any more."""
+        """Note that all blocks were removed."""
         ...
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
@@ -155,12 +153,14 @@ class IndexObserver(Protocol):
         ...
 
     def note_window_removed(self, key: bytes) -> None:
-        """Note that the same KV cannot be found any more; the block itself may be gone before."""
+        """Note that a block's window KV was removed; the block itself may have been removed
+        before.
+        """
         ...
 
 
 class PrefixIndex:
-    """Finds, keeps and gives up the blocks of known prefixes.
+    """The index of cached prefixes, which also chooses blocks to evict.
 
     Args:
         pool: shared with the scheduler; blocks of requests are released through ``release`` here,
@@ -172,7 +172,7 @@ class PrefixIndex:
     def __init__(self, pool: BlockPool, block_size: int, identity: bytes = b"") -> None:
         self.observers: list[IndexObserver] = []
         self.on_unlinked: Callable[[PrefixNode], None] | None = None
-        """Told of every node that is forgotten, a partial one too."""
+        """Callback for every node that is removed, including partial ones."""
         self._pool = pool
         self._block_size = block_size
         self._identities = {"": identity}
@@ -267,7 +267,7 @@ class PrefixIndex:
         return MissReason.DIFFERS if has_others else MissReason.NOT_STORED
 
     def has_prefix(self, parent_key: bytes, tail: bytes) -> bool:
-        """Say whether the KV of a chain and of packed tokens after it is here.
+        """Return True if the KV of a chain and of the packed tokens after it is cached.
 
         Args:
             parent_key: of the chain's last full block, or its root.
@@ -294,7 +294,8 @@ class PrefixIndex:
         return count
 
     def acquire(self, match: PrefixMatch) -> tuple[int, ...]:
-        """Refer to all blocks of a match, the copy source too; return the shared ones' ids.
+        """Take a reference to all blocks of a match, including the copy source; return the shared
+        block ids.
 
         The caller owns one reference to each and ends it with ``release``.
         """

@@ -17,8 +17,7 @@ from tandem.engine.scheduling.request import Request, RequestState
 __all__ = ["PrefixReuse"]
 
 MAX_DEFERRALS = 256
-"""Steps that a request waits for others to compute a prefix it shares. A prefix that takes
-longer, half a million tokens at the default budget, is being computed and evicted in turn."""
+"""Largest number of steps that a request waits for others to compute a shared prefix."""
 
 
 class PrefixReuse:
@@ -51,7 +50,7 @@ class PrefixReuse:
         self._filled: list[KeyedBlock] = []
 
     def open(self, request: Request) -> None:
-        """Prepare a request that has just arrived."""
+        """Compute the root key of a request that has just arrived."""
         request.prefix.root_key = self._index.make_root_key(request.cache_salt, request.adapter)
 
     def make_keys(
@@ -67,7 +66,7 @@ class PrefixReuse:
         return keys
 
     def find(self, request: Request, *, at_blocks: bool = False) -> PrefixMatch:
-        """Return what is there of a request's tokens, all but the last one.
+        """Return the longest reusable match of a request's tokens, without the last token.
 
         The last token is computed in any case: its logits choose the next.
 
@@ -85,7 +84,7 @@ class PrefixReuse:
         return match if self._windows is None else self._windows.cut(match)
 
     def find_blocks(self, request: Request) -> PrefixMatch:
-        """Return the full blocks that are there, with a state at their end or without one."""
+        """Return the cached full blocks of a request, with or without a state at their end."""
         if not self.is_enabled or not request.can_reuse_prefix:
             return PrefixMatch([], 0)
         return self._match(request).without_copy()
@@ -128,7 +127,8 @@ class PrefixReuse:
         return self._index.count_cached_blocks(request.prefix.block_keys)
 
     def is_expected(self, request: Request, running: Iterable[Request]) -> bool:
-        """Say whether this step, or a load, brings another request closer to what it shares.
+        """Return True if a running prefill or a load will soon provide more of a request's
+        prefix.
 
         So copies of a prompt that arrive together compute it once. The wait is bounded by the
         other's prompt or load, as it counts only while the other advances, and by
@@ -178,7 +178,7 @@ class PrefixReuse:
             self._expected[key] = request
 
     def forget_expected(self, request: Request, keys: Sequence[bytes]) -> None:
-        """End ``expect``, whether the blocks came or not."""
+        """Withdraw what ``expect`` has noted, whether or not the blocks came."""
         if self._expected:
             for key in keys:
                 if self._expected.get(key) is request:
@@ -190,7 +190,8 @@ class PrefixReuse:
         return filled
 
     def attach(self, request: Request, match: PrefixMatch) -> tuple[int, ...]:
-        """Refer to the blocks of a match for a request that starts; return the shared ones.
+        """Take a reference to the blocks of a match for a request that starts; return the shared
+        block ids.
 
         The source of a copy is referenced too; ``release_copied`` ends that.
         """
@@ -245,7 +246,7 @@ class PrefixReuse:
             self.index_tail(request)
 
     def detach(self, request: Request) -> None:
-        """Take all blocks from a request; what it has computed stays matchable."""
+        """Release all blocks of a request; what it has computed stays findable."""
         if request.queue.is_prefilling:
             self.forget_expected(request, request.prefix.block_keys)
         self.index_tail(request)

@@ -37,7 +37,7 @@ class RequestState(StrEnum):
 
     WAITING = "waiting"
     LOADING = "loading"
-    """Not admitted before its load from a lower tier has ended, or has taken too long."""
+    """State while its load from a lower tier runs, until that ends or takes too long."""
     RUNNING = "running"
     PREEMPTED = "preempted"
     """Waiting again, without blocks, with the tokens it has generated."""
@@ -46,23 +46,23 @@ class RequestState(StrEnum):
 
 @dataclass(slots=True)
 class QueueNotes:
-    """Notes of admission and planning."""
+    """The scheduler's notes on admission and planning of a request."""
 
     max_total_tokens: int = 0
-    """Prompt and output at most, from ``max_tokens`` and the context length."""
+    """Largest number of prompt and output tokens, from ``max_tokens`` and the context length."""
     num_deferrals: int = 0
     """Steps it was passed over because a running request computes a prefix that it shares."""
     num_overtaken: int = 0
     """Requests of its client and priority that came later and were admitted before it."""
     is_prefilling: bool = False
-    """Admitted, and not all of its known tokens have been computed since."""
+    """True from admission until all known tokens have been computed."""
     is_cancelled: bool = False
-    """Cancelled while in flight: ends when the step completes."""
+    """True if the request was cancelled in flight; it ends when the step completes."""
     num_preemptions: int = 0
     num_plans: int = 0
-    """Plans in flight that contain it."""
+    """Number of plans in flight that contain the request."""
     num_tokens_in_flight: int = 0
-    """Tokens of these plans; they follow the computed ones."""
+    """Number of tokens in these plans; they follow the computed tokens."""
     num_samples_in_flight: int = 0
     """Tokens that these plans will sample."""
 
@@ -85,11 +85,11 @@ class StateNotes:
     """The state of a request, for a model whose layers have one."""
 
     slot: int = NO_SLOT
-    """Holds its state while it runs."""
+    """State slot of the request while it runs."""
     points: list[int] = field(default_factory=list[int])
     """Tokens at which its prefill ends a chunk to keep a state, ascending."""
     last: "Snapshot | None" = None
-    """The longest snapshot of its tokens that was kept when it passed by."""
+    """Longest snapshot of the request's tokens that its prefill has passed."""
 
 
 class WindowTable(NamedTuple):
@@ -114,7 +114,8 @@ class WindowNotes:
 
     table: WindowTable = NO_WINDOW
     marks: tuple[int, ...] = ()
-    """Tokens at which a later prompt may go on: what is seen there is kept longest."""
+    """Positions in tokens where a later prompt may continue; windows before them are kept
+    longest."""
 
 
 @dataclass(slots=True)
@@ -122,9 +123,9 @@ class LoadNotes:
     """State of a request's load from a lower tier or another instance."""
 
     has_loaded: bool = False
-    """A load was started since it last became waiting; a second one could go on for ever."""
+    """True if a load was started since the request became waiting; there is no second one."""
     wait_until_s: float = 0.0
-    """It is not admitted before this moment while it waits for KV from elsewhere."""
+    """Time before which the request waits for KV from elsewhere and is not admitted."""
     loaded_blocks: range = range(0)
     """Positions of the blocks that its last load brought."""
 
@@ -143,7 +144,7 @@ class ReportNotes:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
-    """The moment at which a step or its planning ended it; None for one cancelled between steps."""
+    """Time at which a step or its planning ended the request; None if cancelled between steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,7 +208,7 @@ class Request:
     held_blocks: tuple[int, ...] = ()
     """Its ``block_table`` at the end, if it ended with ``FinishReason.PREFILLED``."""
     held_window: WindowTable = NO_WINDOW
-    """The same of its window blocks."""
+    """Window blocks of the request at its end; see ``held_blocks``."""
 
     queue: QueueNotes = field(default_factory=QueueNotes)
     prefix: PrefixNotes = field(default_factory=PrefixNotes)
@@ -276,7 +277,7 @@ class Request:
 
     @property
     def can_reuse_prefix(self) -> bool:
-        """False where something of every token of the prompt is wanted: cached tokens have none."""
+        """False if every prompt token must be computed, for example for its log-probabilities."""
         return not self.sampling.needs_whole_prompt
 
     def get_tokens(self, start: int, end: int) -> list[int]:

@@ -60,7 +60,7 @@ class RunningPlanner:
                     self._state.emit(plan, request, num_tokens)
 
     def _grow(self, plan: StepPlan, request: Request, num_tokens: int) -> int:
-        """Give a running request blocks for its next tokens; return for how many they suffice.
+        """Allocate blocks for a running request's next tokens; return for how many they suffice.
 
         With too few blocks, fewer tokens; with none, less urgent requests are preempted; if that
         would not help, 0: the request keeps its blocks and sits this step out. Where only a
@@ -90,7 +90,7 @@ class RunningPlanner:
         return num_tokens
 
     def _choose_victims(self, request: Request) -> list[Request]:
-        """Return the fewest least urgent requests whose preemption yields a block, or nothing.
+        """Return the fewest, least urgent requests whose preemption frees a block, or none.
 
         Several may share all of their blocks, so that only together they yield one.
         """
@@ -120,7 +120,7 @@ class RunningPlanner:
 
 
 def _is_plannable(request: Request) -> bool:
-    """Return False if a plan in flight ends the request for certain."""
+    """Return False if a plan in flight is certain to end the request."""
     queue = request.queue
     if not queue.num_plans:
         return True

@@ -59,10 +59,10 @@ from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 __all__ = ["ScheduledSequence", "Scheduler", "StepPlan"]
 
 MEMORY_RETRY_S = 1.0
-"""Between attempts to get memory that the machine lacked."""
+"""Seconds between attempts to reserve memory that the machine lacked."""
 
 MEMORY_WAIT_S = 30.0
-"""Time in which nothing could be computed for lack of memory, before a request ends."""
+"""Seconds without progress for lack of memory, after which a request is ended."""
 
 
 class Scheduler:
@@ -124,8 +124,7 @@ class Scheduler:
 
     @property
     def wake_s(self) -> float:
-        """The moment at which ``schedule`` has something to do: ``-inf`` is now, ``inf`` not before
-        a call.
+        """Time at which ``schedule`` has work again: ``-inf`` now, ``inf`` only after a call.
 
         While everything that is live only waits for loads, the next deadline.
         """
@@ -166,7 +165,7 @@ class Scheduler:
         return self._state.prefix.clear()
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Take in blocks whose load has ended with their content, verified.
+        """Record blocks whose load ended with verified content.
 
         Args:
             request: of the ``BlockLoad``, whether it is still live or not.
@@ -179,7 +178,7 @@ class Scheduler:
         self._state.wake_s = -math.inf
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Take in blocks whose load has ended without content; the request computes them.
+        """Record blocks whose load failed; the request computes them.
 
         Args and Raises as for ``load_done``.
         """
@@ -347,7 +346,7 @@ class Scheduler:
         return wake_s
 
     def _end_starved(self, plan: StepPlan, now_s: float) -> None:
-        """End a request if the lack of memory has kept everything from being computed too long."""
+        """End the most urgent request if lack of memory has stopped all progress for too long."""
         state = self._state
         is_idle = not (plan.sequences or plan.loads or state.loading or state.in_flight)
         if not (state.pool.is_short and is_idle and (state.running or state.waiting)):
@@ -398,7 +397,7 @@ class Scheduler:
         now_s: float,
         finished: Mapping[str, FinishReason] = NOT_FINISHED,
     ) -> list[Request]:
-        """Take in the outcome of a step; return the requests that ended with it.
+        """Record the outcome of a step; return the requests that ended with it.
 
         Args:
             plan: the oldest in flight, executed.

@@ -17,7 +17,7 @@ class ClientShares:
         self._counts: Counter[str] = Counter()
         self._total = 0
         self._weights: dict[str, float] = {}
-        """Weights of clients that have a request, as the latest one says."""
+        """Weights of clients with requests, as given by each client's latest request."""
 
     def __len__(self) -> int:
         """Return the requests of all clients."""
@@ -33,7 +33,7 @@ class ClientShares:
         return self._counts[client]
 
     def has_room(self, client: str, limit: int, weight: float = 1.0) -> bool:
-        """Say whether one more of a client may come; see above."""
+        """Return True if a client may have one more request; see the module's rule."""
         if self._total < limit:
             return True
         if self._total >= 2 * limit:
@@ -42,13 +42,13 @@ class ClientShares:
         return self._counts[client] < int(limit * weight / (others + weight))
 
     def add(self, client: str, weight: float = 1.0) -> None:
-        """Count a request in."""
+        """Count one more request of a client."""
         self._counts[client] += 1
         self._total += 1
         self._weights[client] = weight
 
     def remove(self, client: str) -> None:
-        """Count a request out that was counted in."""
+        """Remove a request of a client that was counted."""
         assert self._counts[client] > 0, f"client {client!r} has no request"
         self._counts[client] -= 1
         self._total -= 1

@@ -94,7 +94,7 @@ class SchedulerState:
         self.evicted: list[KeyedBlock] = []
         """Full blocks given up since the last plan."""
         self.wake_s = math.inf
-        """The moment at which there is something to plan; see ``Scheduler.wake_s``."""
+        """Time at which there is work to plan; see ``Scheduler.wake_s``."""
         self.counters = counters
 
     # ---------------------------------------------------------------- queues
@@ -188,7 +188,9 @@ class SchedulerState:
         return self.pool.num_free + self.pool.num_cached
 
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
-        """Take blocks, evicting cached ones where too few are free; the caller has counted."""
+        """Take blocks, evicting cached ones if too few are free; the caller has checked the
+        count.
+        """
         pool = self.pool
         if num_blocks > pool.num_free:
             num_evicted = num_blocks - pool.num_free
@@ -219,7 +221,9 @@ class SchedulerState:
         )
 
     def count_committed(self) -> int:
-        """Return the blocks that no preemption gets back: in loads, in holds, in holds to come."""
+        """Return the number of blocks that preemption cannot free: in loads, in holds and in
+        future holds.
+        """
         to_come = sum(
             self.count_full_length(r) for r in self.running if r.prefill_lease_s is not None
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 __all__ = ["PinLedger"]
 
 _SWEEP_S = 10.0
-"""Between two searches for pins that have ended."""
+"""Seconds between two searches for expired pins."""
 
 
 class PinLedger:
@@ -21,7 +21,8 @@ class PinLedger:
         self._swept_s = 0.0
 
     def take(self, client: str, keys: Sequence[bytes], pin_s: float, now_s: float) -> list[bytes]:
-        """Pin a chain of blocks for a time; return the leading ones for which there is room.
+        """Pin a chain of blocks for a time; return the leading keys for which the client has
+        room.
 
         Args:
             client: who asks.

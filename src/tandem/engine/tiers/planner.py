@@ -42,7 +42,7 @@ class RateEstimate:
         return self._amount / self._seconds if self._seconds > 0 else None
 
     def note(self, amount: float, seconds: float) -> None:
-        """Take in one measurement; an empty or timeless one says nothing."""
+        """Add one measurement; one without an amount or time is ignored."""
         if amount <= 0 or seconds <= 0:
             return
         self._amount = self._amount * (1 - DECAY) + amount
@@ -68,12 +68,14 @@ class CostTierPlanner:
         """Tokens per second of prefills."""
 
     def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Take in what a step took; its decodes count as so many tokens."""
+        """Update the prefill rate with a step's duration; decodes count as a share of its
+        tokens.
+        """
         if num_prefill_tokens >= MIN_PREFILL_TOKENS:
             self.prefill_rate.note(num_tokens, seconds)
 
     def note_load(self, size_bytes: int, seconds: float) -> None:
-        """Take in what a load took."""
+        """Update the load rate with the duration of a load."""
         self.load_rate.note(size_bytes, seconds)
 
     def read_load_speed(self) -> float:
@@ -82,19 +84,21 @@ class CostTierPlanner:
         return 0.0 if rate is None else rate / self._block_bytes * self._block_size
 
     def estimate_load_s(self, num_blocks: int) -> float | None:
-        """Return how long loading so many blocks takes; None while unknown."""
+        """Return the predicted seconds to load a number of blocks; None while unknown."""
         rate = self.load_rate.per_s
         return None if rate is None else num_blocks * self._block_bytes / rate
 
     def estimate_compute_s(self, num_blocks: int) -> float | None:
-        """Return how long computing so many blocks takes; None while unknown."""
+        """Return the predicted seconds to compute a number of blocks; None while unknown."""
         rate = self.prefill_rate.per_s
         return None if rate is None else num_blocks * self._block_size / rate
 
     def choose_load(
         self, request: Request, keys: Sequence[bytes], num_matched: int, now_s: float
     ) -> LoadDecision:
-        """Decide by cost; see ``TierPlanner.choose_load``."""
+        """Choose the number of blocks to load, by comparing predicted times to load and to
+        compute.
+        """
         del now_s
         num_held = min(request.num_stored_blocks - num_matched, len(keys))
         if num_held <= 0 or self._config.decision == "compute":

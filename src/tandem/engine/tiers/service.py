@@ -38,7 +38,7 @@ __all__ = ["TierService"]
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0
-"""Between attempts to reach a store."""
+"""Seconds between two attempts to reach a store."""
 STOP_TIMEOUT_S = 5.0
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class TierService:
         self._clock = clock
         self._on_load = on_load
         self.counters = Statistics()
-        """Totals since start, over all stores that were reached."""
+        """Counters since start, over all stores that were reached."""
         self._tier: StoreTier | None = None
         self._sink: LoadSink | None = None
         self._stopping = asyncio.Event()
@@ -90,11 +90,11 @@ class TierService:
         self._tried = threading.Event()
         self._service: ClientService | None = None
         self._failure = ""
-        """Why the last attempt failed; empty before the first."""
+        """Reason of the last failed attempt; empty before the first."""
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The store alone."""
+        """The kinds of sources that this tier serves: the store."""
         return SOURCES
 
     @property
@@ -130,7 +130,7 @@ class TierService:
         self._thread.close(STOP_TIMEOUT_S)
 
     def begin(self, plan: StepPlan) -> None:
-        """Take up what a plan asks; see ``BlockTransfers.begin``."""
+        """Pass a plan to the tier; do nothing while no store is connected."""
         tier = self._tier
         if tier is not None:
             tier.begin(plan)
@@ -139,14 +139,14 @@ class TierService:
         assert not plan.loads, "a load without a store"
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
-        """Do as ``StoreTier.count_stored``; from any event loop."""
+        """Return how many leading blocks the store holds; None without a store. Any event loop."""
         tier = self._tier
         if tier is None:
             return None
         return await self._call(tier.count_stored(keys))
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """Pin blocks as ``StoreTier.pin`` does; from any thread, and nothing without a store."""
+        """Ask the store to evict blocks late; do nothing without a store. Any thread."""
         tier, thread = self._tier, self._thread
         if tier is None or thread is None or not keys:
             return

@@ -13,7 +13,7 @@ __all__ = ["StagingSlots"]
 
 
 class StagingSlots:
-    """A free list of slots.
+    """A free list of staging slots.
 
     Args:
         num_slots: blocks that fit.
@@ -37,7 +37,7 @@ class StagingSlots:
             return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
-        """End the use of a slot."""
+        """Return a slot to the free list."""
         with self._lock:
             self._free.append(slot)
 

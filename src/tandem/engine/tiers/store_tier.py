@@ -54,7 +54,7 @@ SOURCES: frozenset[type[KvSource]] = frozenset({TierKv})
 """The kinds of sources that it reads."""
 
 STAGED_STATES = 2
-"""States that wait to be stored, in memory of their own; each may be as large as many blocks."""
+"""Number of states that may wait to be stored, each in a staging slot as large as a state."""
 STORE_BATCH = 16
 """Blocks stored by one call: enough to hide its round trips."""
 LOAD_BATCH = 16
@@ -64,7 +64,7 @@ PROBE_BLOCKS = 4
 
 
 Group = Literal["", "window", "state"]
-"""The kind of what an object holds: layers that see all tokens, a window, or keep a state."""
+"""Kind of the content of an object: full KV blocks, window blocks, or states."""
 
 
 def make_object_key(identity: str, key: bytes, group: Group = "") -> str:
@@ -104,7 +104,7 @@ class WindowMemory(NamedTuple):
     """All of them, one after the other."""
     block_bytes: int
     num_seen: int
-    """Blocks before a block's end that the next token sees."""
+    """Number of blocks before a block's end that the next token sees."""
 
 
 class _Area:
@@ -140,15 +140,15 @@ class _Area:
         return slot
 
     def part(self, index: int) -> Part:
-        """Return an item in place."""
+        """Return the memory of an item."""
         return Part(self._buffer, index * self.item_bytes, self.item_bytes)
 
     def staged_part(self, slot: int) -> Part:
-        """Return an item that waits."""
+        """Return the memory of a staging slot."""
         return Part(self._staging_buffer, slot * self.item_bytes, self.item_bytes)
 
     def close(self) -> None:
-        """Take the memory out of the client's."""
+        """Unregister the memory from the client."""
         self._client.unregister(self._buffer)
         self._client.unregister(self._staging_buffer)
 
@@ -213,9 +213,9 @@ class StoreTier:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pins = PinLedger(int(config.pin_gib * 2**30) // memory.block_bytes)
         self._loading: set[tuple[str, int]] = set()
-        """Request and block of each load that has not been reported."""
+        """Loads that were not reported yet, as (request id, block id)."""
         self._dropped: set[tuple[str, int]] = set()
-        """Those of them without a waiting request."""
+        """Unreported loads without a waiting request."""
         self._is_closing = False
         self._generation = 0
         """Counts flushes: blocks staged before one are not stored after it."""
@@ -262,7 +262,7 @@ class StoreTier:
         return num_found
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """Have the store evict blocks late, now and once they are stored; does not wait.
+        """Ask the store to evict blocks late, now and once they are stored; does not wait.
 
         Args:
             client: who asks; it may have ``TierConfig.pin_gib`` of pins, others are left out.
@@ -285,11 +285,13 @@ class StoreTier:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The store alone."""
+        """The kinds of sources that this tier serves: the store."""
         return SOURCES
 
     def begin(self, plan: StepPlan) -> None:
-        """Take up what a plan asks; see ``BlockTransfers.begin``. The engine's thread."""
+        """Copy evicted blocks and start the plan's loads and stores. Called by the engine's
+        thread.
+        """
         evicted: list[_Staged] = []
         if self._config.write == "on_evict":
             for block in plan.evicted:
@@ -318,7 +320,9 @@ class StoreTier:
         return _Staged(block.key, slot, group)
 
     def _locate(self, block_id: int) -> tuple[Group, int]:
-        """Return the group that a number belongs to, and the item's place in its memory."""
+        """Return the group that a transfer's number belongs to, and the item's index in its
+        memory.
+        """
         slot, window = find_state_slot(block_id), find_window_block(block_id)
         if slot is not None:
             return "state", slot
@@ -388,7 +392,7 @@ class StoreTier:
         return _name_load(load) in self._dropped
 
     async def _load_batch(self, request: Request, loads: Sequence[BlockLoad]) -> bool:
-        """Read blocks and report them; False if one of them did not come."""
+        """Read blocks and report each; return False if any of them failed."""
         places = [self._locate(load.block_id) for load in loads]
         names = [
             make_object_key(self._identity, load.key, group)
@@ -432,7 +436,7 @@ class StoreTier:
         return not bad
 
     def _note_bad_block(self, load: BlockLoad, result: int | TandemError) -> str:
-        """Count a block that did not come, and remove one that is bad; return the reason."""
+        """Count a block that failed to load, and remove a corrupt one; return the reason."""
         is_foreign = not isinstance(result, TandemError) or isinstance(result, ShapeError)
         reason = result.code if isinstance(result, TandemError) and not is_foreign else "foreign"
         _count(self.counters.load_failures, reason)
@@ -464,7 +468,7 @@ class StoreTier:
     # Storing blocks.
 
     async def _store_queued(self) -> None:
-        """Store what is queued, the evicted blocks first: they hold staging slots."""
+        """Store the queued blocks, evicted ones first, since they occupy staging slots."""
         try:
             while (self._staged or self._full) and not self._is_closing:
                 batch: list[_Staged] = []
@@ -492,7 +496,7 @@ class StoreTier:
             self._storing = None
 
     def _copy_unchanged(self, block: KeyedBlock) -> _Staged | None:
-        """Copy a full block aside, unless it was given to another request before the copy ended."""
+        """Copy a full block to a staging slot, unless it was reused before the copy ended."""
         assert self._sink is not None, "attach() comes before the first store"
         staged = self._copy_aside(block) if self._sink.is_unchanged(block) else None
         if staged is not None and self._sink.is_unchanged(block):
@@ -588,7 +592,7 @@ class StoreTier:
             await self._client.remove_many(keys)
 
     async def aclose(self) -> None:
-        """End all work; loads under way are reported, what was not stored is lost."""
+        """Stop all work; loads in progress are reported as failed, queued blocks are lost."""
         self._is_closing = True
         self._full.clear()
         while self._staged:
