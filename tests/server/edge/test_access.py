@@ -82,6 +82,27 @@ def test_no_answer_shows_a_key(locked):
     assert "from-file" not in reply.text
 
 
+def test_no_log_line_metric_or_page_shows_a_key(locked, caplog):
+    """At the most verbose level, of requests with a right key, a wrong one and one in the path."""
+    caplog.set_level(logging.DEBUG)
+    right, wrong = "from-config", "of-a-stranger"
+    told = []
+    for key in (right, wrong):
+        bearer = {"Authorization": f"Bearer {key}"}
+        for path in ("/metrics", "/server_info", "/", "/page/js/app.js", "/no/such/path"):
+            told.append(locked.get(path, headers=bearer).text)
+        told.append(locked.get("/v1/models", headers={"x-api-key": key}).text)
+        told.append(locked.get(f"/v1/models?api_key={key}").text)
+        told.append(locked.post("/v1/completions", {"prompt": 1.5}, headers=bearer).text)
+    # Others are the client of this test, and uvicorn's own lines, which `configure_logging` mutes.
+    ours = [record for record in caplog.records if record.name.startswith("tandem")]
+    logged = [record.getMessage() + str(record.__dict__) for record in ours]
+    assert any("/v1/completions" in line for line in logged), "nothing was logged"
+    for text in (*logged, *told):
+        assert right not in text
+        assert wrong not in text
+
+
 @pytest.mark.parametrize(
     "host",
     ["localhost", "LOCALHOST:1", "127.0.0.1:8000", "[::1]:8000", "10.1.2.3", "a.example.org"],
