@@ -7,10 +7,14 @@ transformers' own forward with a ``DynamicCache``, in an experts implementation 
 import itertools
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from tandem import _native
@@ -27,7 +31,14 @@ from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
 from tandem.models.proof.tiny import name_cache
 
-__all__ = ["DECODE_STEPS", "Dtype", "EngineDriver", "Phase", "TransformersDriver"]
+__all__ = [
+    "DECODE_STEPS",
+    "Dtype",
+    "EngineDriver",
+    "Phase",
+    "TransformersDriver",
+    "score_reference",
+]
 
 Dtype = Literal["float32", "bfloat16"]
 Phase = Literal["prefill", "decode"]
@@ -220,6 +231,19 @@ class EngineDriver:
             self.engine.cancel(request_id)
         self.drain()
         return elapsed_s / num_steps * 1e3
+
+
+def score_reference(folder: Path, prompt: list[int]) -> torch.Tensor:
+    """Return transformers' logits [tokens, vocabulary] of a prompt, in bfloat16.
+
+    The model lives in a process that ends, where it does not fit beside those that are compared.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
+        return torch.from_numpy(child.submit(_score_reference, folder, prompt).result())
+
+
+def _score_reference(folder: Path, prompt: list[int]) -> NDArray[np.float32]:
+    return TransformersDriver(folder, "grouped_mm", "bfloat16").score(prompt).numpy()
 
 
 class TransformersDriver:

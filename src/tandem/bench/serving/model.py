@@ -19,6 +19,7 @@ prefill is left to `tandem bench moe` and `linear`, whose operators bound it.
 """
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -34,7 +35,12 @@ from transformers.utils.logging import disable_progress_bar
 from tandem import _native
 from tandem.bench.harness import BenchCase, time_call
 from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp
-from tandem.bench.serving.driver import EngineDriver, Phase, TransformersDriver
+from tandem.bench.serving.driver import (
+    EngineDriver,
+    Phase,
+    TransformersDriver,
+    score_reference,
+)
 from tandem.bench.serving.family_sizes import (
     GEMMA4_SHAPE,
     GLM_FLASH_SHAPE,
@@ -82,18 +88,15 @@ LARGEST_ERROR = {
 """Largest error of a token's logits against the rival's, as a norm relative to theirs: the format's
 own error of one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do,
 and bfloat16's in everything else, on both sides: 0.03 is seen between two that are right."""
-LARGEST_HYBRID_DIFFERENCE = 0.35
-"""Largest difference of our logits from the peer's where no third model fits beside them: 0.23 to
-0.28 is seen over six layers that choose 8 of 256 experts by scores that lie close, and no third
-model has said yet whose error it is; the same architecture in float32 is 1e-4 from llama.cpp's
-(``test_gguf_llama_cpp``)."""
+LARGEST_ALONE_ERROR = {"int8g128": 0.35, "int8g64": 0.35, "int4g32": 0.8, "int4g32sym": 0.8}
+"""Largest error of ours and of a peer against transformers, if these do not fit beside both: six
+layers choose 8 of 128 or 256 experts by scores that lie close."""
 ERROR_FACTORS = {"qwen3_5_moe_text": 1.5, "glm4_moe_lite": 4.0}
-"""Times the error that these may have, up to ``FOUR_BITS_DIFFERENCE``. With states 0.080 is seen in
-two small layers, as far from float32 as from bfloat16, for a state carries what all tokens before
-it were off. GLM-4.7-Flash's four experts of a token have about the same weight, so that one that
+"""Factors of the error that these may have, up to ``FOUR_BITS_ERROR``. With states 0.080 is seen in
+two small layers, as far from float32 as from bfloat16, for a state carries the errors of all tokens
+before it. GLM-4.7-Flash's four experts of a token have about the same weight, so that one that
 bfloat16 chooses otherwise is a quarter of the sum: llama.cpp in q8_0 is 0.23 off."""
-FOUR_BITS_DIFFERENCE = 0.8
-"""The same as ``LARGEST_HYBRID_DIFFERENCE`` where both have four bits, each with its own error."""
+FOUR_BITS_ERROR = 0.8
 PEER_LARGEST_ERROR = {
     **dict.fromkeys(("int8g128", "int8g64"), 0.1),
     **dict.fromkeys(("int4g32", "int4g32sym"), 0.6),
@@ -264,6 +267,19 @@ class _Bench:
         return TransformersDriver(self.folder, "grouped_mm", "bfloat16")
 
     @cached_property
+    def check_prompt(self) -> list[int]:
+        generator = torch.Generator().manual_seed(64)
+        return torch.randint(0, self.spec_vocab, (64,), generator=generator).tolist()
+
+    @cached_property
+    def reference(self) -> torch.Tensor | None:
+        """Logits of ``check_prompt`` where the rival does not fit beside ours and a peer.
+
+        Asked for before either is loaded.
+        """
+        return None if self.has_reference else score_reference(self.folder, self.check_prompt)
+
+    @cached_property
     def bandwidth(self) -> torch.Tensor:
         """Bytes to read, far more than a cache holds."""
         return torch.ones(64 << 20, dtype=torch.float32)
@@ -322,6 +338,7 @@ class _Bench:
             shape = (batch, tokens)
             vocab_size = self.spec.vocab_size
             prompts[:] = torch.randint(0, vocab_size, shape, generator=generator).tolist()
+            _ = self.reference
             wrong = self.check_logits(weight_format, prompts[0][:64], find_rival())
             if wrong is None:
                 self.ours(weight_format).measure(phase, prompts)
@@ -370,6 +387,7 @@ class _Bench:
             return cached
 
         def check() -> str:
+            _ = self.reference
             rival = None if peer is None else self.llama(peer, weight_format, 1, sum(tokens))
             return self.check_logits(weight_format, prompt[:64], rival) or "ok"
 
@@ -399,22 +417,31 @@ class _Bench:
         got = self.ours(weight_format).score(tokens)
         factor = ERROR_FACTORS.get(self.model_type, 1.0)
         largest, largest_peer = (
-            min(factor * bounds.get(weight_format, 0.0), FOUR_BITS_DIFFERENCE)
+            min(factor * bounds.get(weight_format, 0.0), FOUR_BITS_ERROR)
             for bounds in (LARGEST_ERROR, PEER_LARGEST_ERROR)
         )
         if peer is not None and largest_peer:
+            if self.reference is not None:
+                return self._check_both(weight_format, peer)
             theirs = peer.score(tokens)
-            if not self.has_reference:
-                error = _compare(got, theirs)
-                is_small = weight_format.startswith("int4")
-                if not error < (FOUR_BITS_DIFFERENCE if is_small else LARGEST_HYBRID_DIFFERENCE):
-                    return f"logits of ours and {peer.name} differ by {error:.4f}"
-                return None
             error = _compare(theirs, self.rival.score(tokens))
             if not error < largest_peer:
                 return f"logits of {peer.name} differ by {error:.4f}"
         error = _compare(got, self.rival.score(tokens))
         return None if error < largest else f"logits differ by {error:.4f}"
+
+    def _check_both(self, weight_format: str, peer: LlamaCpp) -> str | None:
+        """Say which of ours and a peer's logits are farther from transformers' than they may be."""
+        assert self.reference is not None, "a model that fits beside two others"
+        ours = _compare(self.ours(weight_format).score(self.check_prompt), self.reference)
+        theirs = _compare(peer.score(self.check_prompt), self.reference)
+        sys.stderr.write(
+            f"logits differ from transformers': {ours:.4f}, {peer.name} {theirs:.4f}\n"
+        )
+        for name, error in (("ours", ours), (peer.name, theirs)):
+            if not error < LARGEST_ALONE_ERROR[weight_format]:
+                return f"logits of {name} differ by {error:.4f}"
+        return None
 
     @property
     def spec_vocab(self) -> int:
