@@ -9,7 +9,7 @@ kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
-.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-docs test-long test-oldest sanitize sanitize-address sanitize-thread check format \
+.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-docs test-long test-oldest sanitize sanitize-address sanitize-thread sanitize-driver check format \
   clean help
 
 help:
@@ -86,7 +86,7 @@ test-oldest: $(STAMPS)/dev
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/kernels -m "not slow and not download" $(ARGS)
 
 # The native unit tests, without Python: the kernels' memory, then everything that has threads.
-sanitize: sanitize-address sanitize-thread
+sanitize: sanitize-address sanitize-thread sanitize-driver
 
 sanitize-address: SANITIZE = address;undefined
 sanitize-thread: SANITIZE = thread
@@ -96,6 +96,14 @@ sanitize-address sanitize-thread: sanitize-%: $(STAMPS)/dev
 	PATH="$(abspath $(BIN)):$$PATH" cmake --build build/sanitize-$*
 	ASAN_OPTIONS=detect_leaks=1:handle_abort=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1 \
 	  timeout 900 build/sanitize-$*/native/native_tests
+
+# The binding of CUDA's driver over its stand-in, all of the process under ASan and UBSan. Python itself
+# leaks at its end, so leaks are not looked for.
+sanitize-driver: $(STAMPS)/dev
+	LD_PRELOAD="$$(cc -print-file-name=libasan.so) $$(cc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0:handle_abort=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	  TANDEM_SHIM_SANITIZE=address,undefined timeout 300 $(BIN)/python -m pytest -q \
+	  tests/kernels/devices/test_cuda_driver.py
 
 check: $(STAMPS)/dev
 	$(BIN)/python tools/check.py

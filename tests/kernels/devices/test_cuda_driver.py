@@ -1,11 +1,13 @@
 """Goal: host functions reach the driver, keep their order, and raise what they raise.
 
 Method: a stand-in of libcuda.so with the calls that we make, compiled here; it calls back on
-threads of its own, as the driver does. No GPU.
+threads of its own, as the driver does. No GPU. `make sanitize-address` runs this file again with the
+stand-in and the whole process under ASan and UBSan (``TANDEM_SHIM_SANITIZE``).
 """
 
 import ctypes
 import gc
+import os
 import shutil
 import subprocess
 import threading
@@ -28,6 +30,8 @@ def library(tmp_path_factory):
         pytest.skip("no C compiler")
     path = tmp_path_factory.mktemp("cuda") / "libcuda.so.1"
     flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    if sanitizers := os.environ.get("TANDEM_SHIM_SANITIZE"):
+        flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g"]
     subprocess.run([compiler, *flags, "-o", path, SHIM], check=True, timeout=60)
     return str(path)
 
