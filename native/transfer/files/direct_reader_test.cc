@@ -76,7 +76,7 @@ int read_some(DirectReader& reader, const RandomFile& file, size_t number, uint6
       const uint64_t length = 1 + draw() % (kPlaceBytes - 2 * DirectReader::kAlignment);
       const uint64_t offset = draw() % (kFileBytes - length);
       const uint64_t at = place * kPlaceBytes;
-      const Result<uint64_t> read = reader.begin(number, offset, length, at);
+      Result<uint64_t> read = reader.begin(number, offset, length, at);
       if (read.is_ok()) ranges.push_back({read.value(), offset, length, at});
     }
     num_wrong += ranges.size() != kPlaces;
