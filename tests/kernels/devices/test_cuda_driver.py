@@ -1,8 +1,8 @@
 """Goal: host functions reach the driver, keep their order, and raise what they raise.
 
 Method: a stand-in of libcuda.so with the calls that we make, compiled here; it calls back on
-threads of its own, as the driver does. No GPU. `make sanitize-address` runs this file again with the
-stand-in and the whole process under ASan and UBSan (``TANDEM_SHIM_SANITIZE``).
+threads of its own, as the driver does. No GPU. `make sanitize-driver` runs this file again with
+the stand-in and the whole process under ASan and UBSan (``TANDEM_SHIM_SANITIZE``).
 """
 
 import ctypes
