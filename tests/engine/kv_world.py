@@ -234,10 +234,12 @@ class KvWorld(StoreWorld):
         await self.flush_all()
         end_s = self.clock.now_s() + STORE_S
         process, client = self.start_client("checker")
-        while self.clock.now_s() < end_s and await self.list_stored(process, client):
+        # Take the answer of one moment: a host whose answer to a join was lost among the last faults
+        # joins once more when its call times out, and counts as full until it has.
+        while (left := await self.list_stored(process, client)) and self.clock.now_s() < end_s:
             await asyncio.sleep(1.0)
         self.check_whole()
-        self.violations += await self.list_stored(process, client)
+        self.violations += left
         for child in self.children.values():
             self.count_work(child.instance)
 
