@@ -234,8 +234,8 @@ class KvWorld(StoreWorld):
         await self.flush_all()
         end_s = self.clock.now_s() + STORE_S
         process, client = self.start_client("checker")
-        # Take the answer of one moment: a host whose answer to a join was lost among the last faults
-        # joins once more when its call times out, and counts as full until it has.
+        # Judge one answer: a host whose answer to a join was lost among the last faults joins once
+        # more when its call times out, and counts as full until it has.
         while (left := await self.list_stored(process, client)) and self.clock.now_s() < end_s:
             await asyncio.sleep(1.0)
         self.check_whole()
