@@ -11,8 +11,10 @@ from tandem.engine.stepping.expert_trace import TraceWriter
 
 __all__ = ["ExpertLog"]
 
-FEW = 8
-"""Adding choices one by one costs as much as so many counters that are gone over."""
+MAX_LATER = 32
+"""Steps whose choices are counted together."""
+MANY_TOKENS = 64
+"""Tokens of a step whose choices are counted at once, so that few are kept."""
 
 
 class ExpertLog:
@@ -31,7 +33,10 @@ class ExpertLog:
     ) -> None:
         self._layers, self._num_experts = layers, num_experts
         self._offsets = np.arange(0, len(layers) * num_experts, num_experts)[:, None, None]
-        self._counts = np.zeros(len(layers) * num_experts, np.int64)
+        # The counts up to a step, and the choices since then, which cost less to count together.
+        # The tuple is replaced as a whole, so that a reader never counts a step twice.
+        zeros = np.zeros(len(layers) * num_experts, np.int64)
+        self._counted: tuple[NDArray[np.int64], list[NDArray[np.int64]]] = (zeros, [])
         self._num_tokens = 0
         self._trace = trace
 
@@ -47,21 +52,27 @@ class ExpertLog:
             choices: not kept.
             is_output: [T], for a trace.
         """
-        places = (choices + self._offsets).ravel()
-        if places.size * FEW < self._counts.size:
-            np.add.at(self._counts, places, 1)
-        else:
-            self._counts += np.bincount(places, minlength=self._counts.size)
+        counts, later = self._counted
+        later.append(choices.copy())
+        if len(later) == MAX_LATER or choices.shape[1] > MANY_TOKENS:
+            self._counted = (counts + self._count(later), [])
         self._num_tokens += choices.shape[1]
         if self._trace is not None and is_output is not None:
             self._trace.write(choices, is_output)
 
     def read(self) -> ExpertCounts:
         """Return the counts so far."""
-        by_layer = self._counts.reshape(len(self._layers), self._num_experts)
+        counts, later = self._counted
+        if later := list(later):
+            counts = counts + self._count(later)
+        by_layer = counts.reshape(len(self._layers), self._num_experts)
         return ExpertCounts(
             layers=self._layers, num_tokens=self._num_tokens, counts=by_layer.tolist()
         )
+
+    def _count(self, choices: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+        places = (np.concatenate(choices, axis=1) + self._offsets).ravel()
+        return np.bincount(places, minlength=len(self._layers) * self._num_experts)
 
     def close(self) -> None:
         """Close the trace; idempotent."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem._native import PackedMatrix, ThreadPool, count_linear_bytes
 from tandem.core.errors import ShapeError
-from tandem.kernels.native import Buffer
+from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.weights.blocks import BlockMatrix, CodedMatrix
 from tandem.kernels.weights.formats import WeightFormat
 
@@ -301,7 +301,8 @@ class PackedLinear:
         if x.ndim != 2 and x.is_contiguous() and out.is_contiguous() and x.ndim:
             rows, out_rows = rows.view(-1, x.shape[-1]), out_rows.view(-1, out.shape[-1])
         # The native forward refuses tensors that are not contiguous.
-        self._matrix.forward(self._pool, rows, out_rows, is_added, first_column)
+        views = view_tensor(rows), view_tensor(out_rows)
+        self._matrix.forward(self._pool, *views, is_added, first_column)
 
     def run_heads(self, x_THK: Buffer, out_THM: Buffer) -> None:
         """Write ``out[t, h] = x[t, h] W_h^T``, where W_h is head h's equal share of the outputs.
