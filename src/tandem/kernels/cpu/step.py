@@ -10,7 +10,7 @@ Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim, E experts.
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn, to_dlpack
+from torch import Tensor, nn
 
 from tandem import _native
 from tandem._native import ThreadPool
@@ -76,7 +76,7 @@ class CpuStep:
         if cache.native_index is not None:
             self._index = _native.PlannedAttention(
                 cache.native_index,
-                to_dlpack(batch.block_table),
+                batch.block_table,
                 batch.query_start,
                 batch.context_lens,
                 pool,
@@ -682,5 +682,5 @@ def _plan_attention(
         return None
     assert cache.native is not None, "the cache is not native"
     return _native.PlannedAttention(
-        cache.native, to_dlpack(batch.block_table), batch.query_start, batch.context_lens, pool
+        cache.native, batch.block_table, batch.query_start, batch.context_lens, pool
     )
