@@ -13,7 +13,6 @@ from tandem.kernels.cpu.hosted_experts import HostedExperts
 from tandem.kernels.hybrid import find_size
 from tandem.kernels.lanes.pairs import sum_pairs
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.torch.fixed import FixedDecode, count_width
@@ -62,11 +61,13 @@ def find_waits(model, block_size, num_tokens=3):
         batch, cache, model.ropes, model.dtype, None, states, routing
     )
     hidden = model._embed(batch.token_ids)
+    inputs = None
+    if model._layer_inputs is not None:
+        inputs = step.layer_inputs = model._layer_inputs(batch.token_ids, hidden)
     sum_TD = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
     with Captured() as captured:
         for layer in model._fused:
-            block = layer.parts[4]
-            experts = block.operators[1] if isinstance(block, MoeBlock) else None
+            experts = None if layer.routed is None else layer.routed[1]
             if isinstance(experts, HostedExperts):
                 choice = step.choose_experts_(layer, hidden)
                 step.run_shared_(choice)
@@ -79,10 +80,10 @@ def find_waits(model, block_size, num_tokens=3):
     assert captured.num_seen > 10 * len(model._fused)
     if model.spec.state_layout is not None:
         return captured.found
-    return captured.found + find_waits_before(model, batch, cache, hidden)
+    return captured.found + find_waits_before(model, batch, cache, hidden, inputs)
 
 
-def find_waits_before(model, batch, cache, hidden):
+def find_waits_before(model, batch, cache, hidden, inputs):
     """Run what a graph computes before the layers, from memory that stays where it is."""
     size = find_size(batch.num_tokens)
     fixed = FixedDecode(
@@ -94,7 +95,7 @@ def find_waits_before(model, batch, cache, hidden):
         dtype=model.dtype,
         moe=model.moe,
     )
-    fixed.fill_(batch, hidden)
+    fixed.fill_(batch, hidden, inputs)
     with Captured() as captured:
         fixed.step.begin_()
     return captured.found

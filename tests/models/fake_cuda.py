@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.models.families import open_checkpoint
@@ -72,6 +72,17 @@ class FakeCuda:
         target.copy_(source)
 
 
+def decode_really(out, shard, decode):
+    """Decode a weight in real host memory, as decoders look at its bytes, and copy it."""
+    shape = tuple(out.shape)
+    with unset_fake_temporarily():
+        whole = torch.empty(shape if shard is None else shard.widen(shape), dtype=out.dtype)
+        decode(whole)
+    if shard is not None:
+        whole = whole.narrow(shard.axis, shard.start, shard.stop - shard.start)
+    out.copy_(whole)
+
+
 @contextmanager
 def load_fake(plan, pool, monkeypatch):
     """Load a plan for ``cuda`` and give the model; fake tensors are on until the end."""
@@ -81,6 +92,7 @@ def load_fake(plan, pool, monkeypatch):
     monkeypatch.setattr(loader, "build_skeleton", lambda _config: skeleton)
     for source in (safetensors, gguf):
         monkeypatch.setattr(source, "require_finite", lambda *_: None)
+        monkeypatch.setattr(source, "decode_into", decode_really)
     # Native kernels would read fake tensors; these experts are the host's own matter.
     monkeypatch.setattr(NativeExperts, "load", lambda _self, reader, name: reader.skip(f"{name}."))
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():

@@ -131,7 +131,7 @@ def build_engine(
         # Several instances map the packed file of the first instance, so that file must be complete
         # before the next instance loads. Write it in the background only if there is one instance.
         model = load_model(plan.model, threads, progress, is_written_behind=num_siblings == 1)
-        if not model.context.device.is_host and plan.model.expert_device == "cpu" and model.moe:
+        if model.moe and model.hosted:
             _enable_lanes(model, plan.lanes)
     else:
         model = load_own(plan.model, threads, progress)

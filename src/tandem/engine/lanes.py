@@ -9,6 +9,7 @@ from math import prod
 import msgspec
 
 from tandem.core.errors import ConfigError
+from tandem.core.model.layers import ExpertsSpec
 from tandem.core.model.plan import ModelPlan
 from tandem.kernels.calibration import find_kept
 from tandem.kernels.device import Device
@@ -34,6 +35,7 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     max_uploads: int
     """Experts of a layer that a decode step uploads at most."""
+    upload_reason: str
     num_slots: int
     """Experts of a layer that stay in the device's memory."""
     slot_bytes: int
@@ -57,13 +59,12 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
     def tell(self) -> list[tuple[str, str, str]]:
         """Return (item, value, reason) for the plan's table."""
         uploads = f"up to {self.max_uploads} a layer" if self.max_uploads else "none"
-        why = "model.max_uploads; how many is learnt while both run"
         streamed = f"from {self.stream_tokens} tokens on" if self.stream_tokens else "never"
         kept = "none"
         if self.num_slots:
             kept = f"{self.num_slots} a layer, {self.slot_bytes / MIB:,.0f} MiB, by {self.policy}"
         return [
-            ("uploaded experts", uploads, why if self.max_uploads else "model.max_uploads"),
+            ("uploaded experts", uploads, self.upload_reason),
             ("experts on the device", kept, "model.device_experts"),
             ("streamed experts", streamed, self.stream_reason),
         ]
@@ -83,6 +84,9 @@ def count_slot_bytes(config: ModelConfig, model: ModelPlan, device: Device) -> i
         return 0
     is_shared = not device.is_host and model.expert_device == "cpu"
     is_in_one_piece = model.tier is None and model.expert_parts == 1
+    if _scales_inputs(model):
+        what = "experts whose inputs the router scales do not go to a device: leave it out"
+        raise ConfigError("engine.plan", what, field="model.device_experts")
     if not is_shared or not config.max_uploads or list_expert_sizes(model) is None:
         what = "experts stay on a device that they are uploaded to: give model.device cuda, with "
         what += "routed experts on the cpu, in a weight format, and model.max_uploads of 1 at least"
@@ -104,6 +108,11 @@ def count_slot_bytes(config: ModelConfig, model: ModelPlan, device: Device) -> i
         )
         total += (min(config.device_experts, num_experts) + config.max_uploads) * each
     return total
+
+
+def _scales_inputs(model: ModelPlan) -> bool:
+    """Return True if the router scales its experts' inputs, so that outputs have no weights."""
+    return any(isinstance(m.spec, ExpertsSpec) and m.spec.scales_input for m in model.modules)
 
 
 def plan_lanes(
@@ -139,8 +148,14 @@ def plan_lanes(
     if tokens == "auto":
         tokens = find_stream_tokens(spec, shape, place, eff)
         reason = f"where it is predicted to be faster, with the GPU of {known.title}"
+    max_uploads, upload_reason = config.max_uploads, "model.max_uploads"
+    if _scales_inputs(model):
+        max_uploads, upload_reason = 0, "the router scales the experts' inputs"
+    elif max_uploads:
+        upload_reason += "; how many is learnt while both run"
     return LanePlan(
-        max_uploads=config.max_uploads,
+        max_uploads=max_uploads,
+        upload_reason=upload_reason,
         num_slots=min(config.device_experts, sizes.num_experts),
         slot_bytes=slot_bytes,
         policy=config.expert_policy,

@@ -21,6 +21,7 @@ from tandem.core.wire import AddRequest, FinishReason, SamplingParams  # noqa: E
 from tandem.engine import planning  # noqa: E402
 from tandem.engine.build import build_engine  # noqa: E402
 from tandem.engine.config import EngineConfig  # noqa: E402
+from tandem.kernels.cpu.device import CPU  # noqa: E402
 from tandem.kernels.cpu.experts import NativeExperts  # noqa: E402
 from tandem.kernels.cpu.hosted_experts import HostedExperts  # noqa: E402
 from tandem.kernels.devices import open_device as open_named  # noqa: E402
@@ -38,10 +39,68 @@ LENGTHS = (12, 5, 8)
 WAIT_S = 30.0
 
 
+def save_random(config, path):
+    """Write a checkpoint whose matrices keep the size of what passes through."""
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() > 1:
+                tensor.normal_(0, tensor.shape[-1] ** -0.5)
+            else:
+                tensor.normal_(1, 0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def make_gemma4():
+    """Experts beside MLPs, inputs of each layer, a layer that shares another's KV, windows."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    return transformers.Gemma4TextConfig(
+        vocab_size=131,
+        vocab_size_per_layer_input=131,
+        hidden_size=64,
+        hidden_size_per_layer_input=8,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_kv_shared_layers=1,
+        layer_types=kinds,
+        sliding_window=20,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=32,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=64,
+        max_position_embeddings=512,
+    )
+
+
+def make_llama4():
+    """Experts whose inputs the router scales, in some layers, beside shared ones."""
+    return transformers.Llama4TextConfig(
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=64,
+        intermediate_size_mlp=96,
+        num_hidden_layers=4,
+        moe_layers=[0, 2, 3],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_chunk_size=32,
+        max_position_embeddings=512,
+        pad_token_id=0,
+    )
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Three layers: one dense, two with routed and shared experts."""
-    torch.manual_seed(3)
     config = transformers.DeepseekV3Config(
         vocab_size=131,
         hidden_size=64,
@@ -62,14 +121,16 @@ def folder(tmp_path_factory):
         topk_group=2,
         max_position_embeddings=512,
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for tensor in model.parameters():
-            if tensor.dim() > 1:
-                tensor.normal_(0, tensor.shape[-1] ** -0.5)
-    path = tmp_path_factory.mktemp("deepseek_v3")
-    model.save_pretrained(path)
-    return path
+    return save_random(config, tmp_path_factory.mktemp("deepseek_v3"))
+
+
+@pytest.fixture(scope="module")
+def folders(folder, tmp_path_factory):
+    """Return checkpoints by name."""
+    made = {"demo": "demo", "deepseek": folder}
+    for name, make in (("gemma4", make_gemma4), ("llama4", make_llama4)):
+        made[name] = save_random(make(), tmp_path_factory.mktemp(name))
+    return made
 
 
 def build(path, *, deferred=0):
@@ -120,11 +181,13 @@ def hold_back(seed):
     return lambda _: time.sleep(0.002 * chance.random() if chance.random() < 0.2 else 0)
 
 
-@pytest.mark.parametrize("deferred", [0, 2])
+@pytest.mark.parametrize(
+    ("model", "deferred"),
+    [("demo", 0), ("demo", 2), ("deepseek", 0), ("deepseek", 2), ("gemma4", 0), ("llama4", 0)],
+)
 @pytest.mark.parametrize("is_captured", [True, False])
-@pytest.mark.parametrize("model", ["demo", "deepseek"])
-def test_tokens_are_those_of_the_cpu(folder, open_device, model, is_captured, deferred):
-    path = "demo" if model == "demo" else folder
+def test_tokens_are_those_of_the_cpu(folders, open_device, model, is_captured, deferred):
+    path = folders[model]
     # The demo model has two experts a token: one of them is deferred.
     deferred = min(deferred, 1) if model == "demo" else deferred
     expected, _ = generate(build(path, deferred=deferred).engine)
@@ -370,6 +433,9 @@ class FarDevice(FakeDevice):
         self.free_bytes = free_bytes
         self.num_copies = 0
 
+    def allocate(self, size_bytes):
+        return CPU.allocate(size_bytes)
+
     def count_free_bytes(self):
         return self.free_bytes
 
@@ -411,12 +477,14 @@ def test_tokens_are_those_of_the_host(far):
     assert far.num_copies > before
 
 
-@pytest.mark.parametrize("deferred", [0, 2])
-def test_a_decode_that_waits_for_no_expert_gives_the_same_bits(far, folder, deferred):
-    built = build_far(folder, deferred=deferred)
+@pytest.mark.parametrize(
+    ("model", "deferred"), [("deepseek", 0), ("deepseek", 2), ("gemma4", 0), ("llama4", 0)]
+)
+def test_a_decode_that_waits_for_no_expert_gives_the_same_bits(far, folders, model, deferred):
+    built = build_far(folders[model], deferred=deferred)
     assert built.model._hybrid is not None
     found = generate(built.engine)
-    built = build_far(folder, deferred=deferred)
+    built = build_far(folders[model], deferred=deferred)
     built.model._hybrid.close()
     built.model._hybrid = None
     assert generate(built.engine)[0] == found[0]

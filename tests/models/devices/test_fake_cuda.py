@@ -11,11 +11,13 @@ import torch
 from captured import Captured, find_waits
 from fake_cuda import load_fake, register_guard, run_without_inference
 from odd_configs import MODEL_TYPES, make_odd
+from quantized import CODERS, write_quantized
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from tandem._native import ThreadPool
+from tandem.bench.serving.stored import SHAPE, write_random_gguf
 from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.kernels.weights.formats import WEIGHT_FORMATS
 from tandem.models.families.registry import choose_auto_class
@@ -25,6 +27,24 @@ QUICK = ("gemma3_text", "deepseek_v3", "qwen3_next", "gpt_oss")
 """One of each kind of mixer and of experts; the others are ``slow``."""
 BLOCK_SIZE = 16
 CUDA = torch.device("cuda:0")
+QUICK_KINDS = ("gptq 4 g32 act-order",)
+SLOW_BLOCKS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("q8_0", "q5_0", "q6_k")]
+MIXTURES = {
+    "qwen3_moe": {"hidden_size": 128, "moe_intermediate_size": 128},
+    "gpt_oss": {"hidden_size": 128, "intermediate_size": 128},
+    "gemma4_text": {
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 131,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "num_kv_shared_layers": 1,
+    },
+}
+"""Experts in a block of their own, with biases, and beside an MLP."""
 FORMATS = [name for name, held in WEIGHT_FORMATS.items() if not held.is_stored_only]
 
 
@@ -82,7 +102,7 @@ def check_steps(folder, monkeypatch, **wishes):
             assert logits.device == CUDA
             assert logits.shape == (len(chunks), model.spec.num_logits)
             assert not copies.found
-        if model.is_fused and model._layer_inputs is None:
+        if model.is_fused:
             assert find_waits(model, BLOCK_SIZE) == []
     return plan
 
@@ -97,18 +117,46 @@ def test_a_step_stays_on_the_device(name, tmp_path, monkeypatch):
     check_steps(tmp_path, monkeypatch, expert_format="none", dtype="float32")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in ("int4g32", "bf16") else pytest.param(n, marks=pytest.mark.slow) for n in FORMATS],
-)
-def test_experts_of_the_host_are_one_operator(name, tmp_path, checkpoint, monkeypatch):
+def list_formats():
+    """Every format on three families, two of them ``slow`` but for one format of each."""
+    quick = {("qwen3_moe", "int4g32"), ("qwen3_moe", "bf16"), ("gemma4_text", "int8g32")}
+    quick.add(("gpt_oss", "f32"))
+    return [
+        pytest.param(family, name, marks=() if (family, name) in quick else pytest.mark.slow)
+        for family in MIXTURES
+        for name in FORMATS
+    ]
+
+
+@pytest.mark.parametrize(("family", "name"), list_formats())
+def test_experts_of_the_host_are_one_operator(family, name, checkpoint, monkeypatch):
     """In every format that values are coded into; two experts of a token come a layer late."""
-    folder = checkpoint("qwen3_moe", hidden_size=128, moe_intermediate_size=128)
-    wishes = {"expert_format": name, "dtype": "bfloat16", "deferred_experts": 2}
+    folder = checkpoint(family, **MIXTURES[family])
+    deferred = 0 if family == "gemma4_text" else 2
+    wishes = {"expert_format": name, "dtype": "bfloat16", "deferred_experts": deferred}
     plan = check_steps(folder, monkeypatch, **wishes)
     assert {m.device for m in plan.matrices if m.role == "experts"} == {"cpu"}
     assert {m.device for m in plan.matrices if m.role != "experts"} == {"cuda"}
     assert plan.experts.weight_format == name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in QUICK_KINDS else pytest.param(k, marks=pytest.mark.slow) for k in CODERS],
+)
+def test_stored_codes_are_decoded_to_the_device(kind, checkpoint, monkeypatch):
+    """Codes of a checkpoint: experts keep them on the host, other matrices become numbers."""
+    folder = checkpoint("qwen3_moe", hidden_size=128, head_dim=64, moe_intermediate_size=128)
+    write_quantized(folder, kind)
+    check_steps(folder, monkeypatch, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["q4_k_m", *SLOW_BLOCKS])
+def test_a_gguf_file_is_decoded_to_the_device(kind, tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    shape = SHAPE | {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 512}
+    write_random_gguf(path, shape, kind)
+    check_steps(path, monkeypatch, dtype="bfloat16")
 
 
 def test_two_places_are_found(tmp_path, monkeypatch):

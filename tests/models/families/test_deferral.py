@@ -191,7 +191,7 @@ def test_experts_whose_inputs_are_scaled_refuse(checkpoint):
     model = load_checkpoint(folder, dtype="float32", expert_format="f32")
     assert model.is_fused
     with pytest.raises(UnsupportedError, match="inputs the router scales"):
-        model.enable_hybrid(FakeDevice())
+        model.enable_hybrid(FakeDevice(), split=object())
 
 
 def test_deferral_is_part_of_the_identity(checkpoint):

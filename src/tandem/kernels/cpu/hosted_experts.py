@@ -19,7 +19,7 @@ from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.experts import RoutedExperts
 
-__all__ = ["ExpertStaging", "HostedExperts"]
+__all__ = ["ExpertStaging", "HostedExperts", "ScaledExperts"]
 
 ALIGNMENT = 64
 """Alignment of each part of the staging memory, in bytes."""
@@ -76,6 +76,23 @@ class ExpertStaging:
             parts.append(part.view(tokens, columns))
             start += room
         return StagedTokens(*parts)
+
+
+class ScaledExperts:
+    """Experts whose inputs the router scales, with the interface ``hybrid.HostExperts``.
+
+    Args:
+        native: the experts; borrowed.
+    """
+
+    def __init__(self, native: NativeExperts) -> None:
+        self._native = native
+
+    # Staging memory is allocated under inference mode and may only be changed under that mode.
+    @torch.inference_mode()
+    def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer) -> None:
+        """Write the sum of the experts' outputs to a float32 buffer."""
+        out_TD.tensor.copy_(self._native(x_TD.tensor, ids_TK.tensor, w_TK.tensor))
 
 
 class Stream(Protocol):

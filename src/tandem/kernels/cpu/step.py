@@ -97,6 +97,8 @@ class CpuStep:
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
         """Addend of the next norm to the residual; its contents must not change until then."""
+        self._beside: tuple[DecoderLayer, Buffer] | None = None
+        """The running layer, if its experts are beside its MLP, and the input of the MLP."""
         self._buffers = cache.step_buffers(self._num_tokens, dtype)
 
     def begin_(self) -> None:
@@ -107,17 +109,20 @@ class CpuStep:
         choice = self.choose_experts_(layer, x_TD)
         if choice is None:
             return
-        if choice.block.shared is not None:
+        if choice.block is None or choice.block.shared is not None:
             self.run_shared_(choice)
         routing, experts, x = self._routing, choice.experts, choice.x
         ids, weights = choice.ids, choice.weights
-        if experts.spec.scales_input:
+        is_native = isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32
+        if choice.block is None and not is_native:
+            self.leave_sum_(Buffer(experts(x.tensor, ids.tensor, weights.tensor)))
+        elif experts.spec.scales_input:
             # An input scaled by each choice's weight needs a row per choice: the operator allocates
             # these rows at each call, without the step's buffers.
             choice.residual.tensor.add_(experts(x.tensor, ids.tensor, weights.tensor))
         elif routing is not None and routing.defers:
             self._add_deferring(routing, experts, choice.residual, x, ids, weights)
-        elif isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
+        elif isinstance(experts, NativeExperts) and is_native:
             out = self._buffer("experts_out", experts.hidden_size, torch.float32)
             experts.run(x, ids, weights, out)
             self.leave_sum_(out)
@@ -148,28 +153,40 @@ class CpuStep:
             late = None if self._routing is None else self._routing.take_carried()
             if late is not None:
                 x.tensor.add_(late)
-            if layer.beside is not None and mlp_out_norm is not None:
-                self._run_beside(layer.beside, mlp, mlp_out_norm, x, h)
-            else:
-                self._run_mlp(mlp, x, h, mlp_out_norm)
-            if layer.own_input is not None:
-                self._add_input(layer, layer.own_input, x)
-            if layer.scale_1 is not None:
-                self.complete_(x_TD)
-                x_TD *= layer.scale_1
+            if layer.beside is not None:
+                self._beside = (layer, h)
+                return self._choose_beside(layer.beside, x)
+            self._run_mlp(mlp, x, h, mlp_out_norm)
+            self._end_layer(layer, x)
             return None
         return self._choose(mlp, x, h)
 
+    def _end_layer(self, layer: DecoderLayer, x_TD: Buffer) -> None:
+        if layer.own_input is not None:
+            self._add_input(layer, layer.own_input, x_TD)
+        if layer.scale_1 is not None:
+            self.complete_(x_TD.tensor)
+            x_TD.tensor.mul_(layer.scale_1)
+
     def run_shared_(self, choice: ExpertChoice) -> None:
-        """Add the output of the shared experts, if the layer has any, to the residual stream."""
+        """Add the output of the shared experts, if the layer has any, to the residual stream.
+
+        If the experts are beside an MLP, the MLP is computed, which ``leave_sum_`` adds.
+        """
         block = choice.block
-        if block.shared is not None:
+        if block is None:
+            self._run_beside()
+        elif block.shared is not None:
             self._add_shared(block, block.shared, choice.residual, choice.x)
 
     def leave_sum_(self, out_TD: Buffer) -> None:
         """Let the next norm add the experts' sum, float32, to the residual; keep the buffer until
         then.
         """
+        if self._beside is not None:
+            (layer, _), self._beside = self._beside, None
+            self._leave_beside(layer, out_TD)
+            return
         assert self._pending is None, "two addends without a norm between them"
         self._pending = out_TD
 
@@ -518,34 +535,40 @@ class CpuStep:
         _native.gate(gate_up.view, hidden.view, mlp.activation.name, row_gate, self._pool)
         down_matrix.run(hidden, out_TD, is_added=is_added)
 
-    def _run_beside(
-        self, beside: BesideExperts, mlp: Mlp, out_norm: RmsNorm, x_TD: Buffer, h_TD: Buffer
-    ) -> None:
-        """Run an MLP and the experts parallel to it; leave the normed sum for the next norm
-        to add.
-        """
-        size = mlp.spec.hidden_size
-        branch = self._buffer("mlp_out", size)
-        self._multiply_mlp(mlp, h_TD, branch)
-        self._norm_rows(beside.mlp_norm, branch, branch)
-        router, experts = beside.router, beside.experts
+    def _choose_beside(self, beside: BesideExperts, x_TD: Buffer) -> ExpertChoice:
+        """Choose the experts parallel to a layer's MLP."""
+        router, size = beside.router, beside.norm.size
         scored = x_TD
         if router.spec.norm_eps is not None:
             scored, eps = self._buffer("router_in", size), router.spec.norm_eps
             _native.rms_norm(x_TD.view, router.held_scale.view, scored.view, eps, None, self._pool)
         ids, weights = self._route(router, scored)
-        given, chosen = self._buffer("experts_in", size), self._buffer("experts_sum", size)
+        given = self._buffer("experts_in", size)
         self._norm_rows(beside.norm, x_TD, given)
-        if isinstance(experts, NativeExperts) and weights.tensor.dtype == torch.float32:
-            out = self._buffer("experts_out", size, torch.float32)
-            experts.run(given, ids, weights, out)
-            chosen.tensor.copy_(out.tensor)
-        else:
-            chosen.tensor.zero_()
-            experts.add_into_(chosen.tensor, given.tensor, ids.tensor, weights.tensor)
+        return ExpertChoice(None, beside.experts, x_TD, given, ids, weights)
+
+    def _run_beside(self) -> None:
+        """Run the MLP of a layer whose experts are parallel to it."""
+        assert self._beside is not None, "no layer has chosen experts"
+        layer, h = self._beside
+        assert layer.beside is not None, "no experts beside an MLP"
+        assert isinstance(layer.parts.mlp, Mlp), "experts beside a block of experts"
+        branch = self._buffer("mlp_out", layer.beside.norm.size)
+        self._multiply_mlp(layer.parts.mlp, h, branch)
+        self._norm_rows(layer.beside.mlp_norm, branch, branch)
+
+    def _leave_beside(self, layer: DecoderLayer, sum_TD: Buffer) -> None:
+        """Norm the experts' sum, add the MLP's output, and complete the layer."""
+        beside, out_norm = layer.beside, layer.parts.mlp_out_norm
+        assert beside is not None and out_norm is not None, "no layer has chosen experts"
+        assert self._residual is not None, "no layer has chosen experts"
+        size = beside.norm.size
+        branch, chosen = self._buffer("mlp_out", size), self._buffer("experts_sum", size)
+        chosen.tensor.copy_(sum_TD.tensor)
         self._norm_rows(beside.experts_norm, chosen, chosen)
         branch.tensor += chosen.tensor
         self._norm_branch(out_norm, branch)
+        self._end_layer(layer, self._residual)
 
     def _add_input(self, layer: DecoderLayer, parts: LayerInput, x_TD: Buffer) -> None:
         """Gate and norm a layer's additional input and leave it for the next norm to add."""

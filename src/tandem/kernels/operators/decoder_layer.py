@@ -94,6 +94,19 @@ class DecoderLayer(Operator):
         # than some of the operators.
         self.parts = parts
 
+    @property
+    def routed(self) -> tuple[Router, RoutedExperts] | None:
+        """Router and routed experts of the layer, in its MLP's place or beside it; None: none."""
+        if self.beside is not None:
+            return self.beside.router, self.beside.experts
+        return self.parts.mlp.operators if isinstance(self.parts.mlp, MoeBlock) else None
+
+    @property
+    def has_shared(self) -> bool:
+        """True if ``Step.run_shared_`` has work in this layer."""
+        mlp = self.parts.mlp
+        return self.beside is not None or (isinstance(mlp, MoeBlock) and mlp.shared is not None)
+
     def load(self, reader: WeightReader, name: str) -> None:
         """Read the factor on the output, if there is one; the parts load themselves as modules."""
         if self._scale_name:

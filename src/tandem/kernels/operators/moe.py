@@ -161,7 +161,8 @@ class ExpertChoice(NamedTuple):
     Shapes: T tokens, D hidden, K experts per token.
     """
 
-    block: MoeBlock
+    block: MoeBlock | None
+    """Block of the router and experts; None: they are beside the layer's MLP."""
     experts: RoutedExperts
     residual: Buffer
     """Residual stream, [T, D]."""

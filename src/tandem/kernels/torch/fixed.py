@@ -74,6 +74,10 @@ class FixedDecode:
         self.positions = torch.zeros_like(self.token_ids)
         self.hidden = torch.zeros(size, hidden_size, dtype=dtype, device=device)
         """Residual stream, [B, D]."""
+        self.layer_inputs: Tensor | None = None
+        """Inputs of layers that have one of their own, [B, layers, items]; allocated by the first
+        ``fill_``.
+        """
         caches = [cache] if cache.windows is None else [cache, cache.windows]
         self.groups = [_FixedGroup(held, size, width, device) for held in caches]
         self.routing: StepRouting | None = None
@@ -102,11 +106,20 @@ class FixedDecode:
             prompt_lens=(0,) * self.size,
         )
 
-    def fill_(self, batch: PagedBatch, hidden_TD: Tensor) -> None:
-        """Copy a batch and its embedded tokens into the fixed memory; runs outside of the graph."""
+    def fill_(
+        self, batch: PagedBatch, hidden_TD: Tensor, layer_inputs: Tensor | None = None
+    ) -> None:
+        """Copy a batch, its embedded tokens and its layers' inputs into the fixed memory.
+
+        It runs outside of the graph.
+        """
         _put(self.token_ids, batch.token_ids)
         _put(self.positions, batch.positions)
         _put(self.hidden, hidden_TD)
+        if layer_inputs is not None:
+            if self.layer_inputs is None:
+                self.layer_inputs = layer_inputs.new_zeros(self.size, *layer_inputs.shape[1:])
+            _put(self.layer_inputs, layer_inputs)
         self.groups[0].fill_(batch)
         if len(self.groups) > 1:
             own = self._cache.place_windows(batch)
@@ -177,7 +190,8 @@ class FixedStep(TorchStep):
 
     def begin_(self) -> None:
         """Compute angles and attention plan on the device from the fixed memory."""
-        self._written = {}
+        self._written, self._beside = {}, None
+        self.layer_inputs = self._memory.layer_inputs
         if self._memory.routing is not None:
             self._memory.routing.restart()
         self._angles = [compute_angles(rope, self._positions, self._dtype) for rope in self._ropes]

@@ -4,6 +4,7 @@ Shapes: T tokens, D hidden, H query heads, K KV heads, d head_dim.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.operators.mla import MlaAttention
 from tandem.kernels.operators.mlp import Mlp
 from tandem.kernels.operators.moe import ExpertChoice, MoeBlock
-from tandem.kernels.operators.norm import RmsNorm
 from tandem.kernels.operators.rope import apply_rope_, scale_positions
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
@@ -148,6 +148,8 @@ class TorchStep:
         """Keys and values of the step by layer, for layers that share them."""
         self._residual: Tensor | None = None
         """Residual stream of the layer whose experts are still to be added."""
+        self._beside: _Beside | None = None
+        """The running layer, if its experts are beside its MLP."""
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._positions = positions
         self.layer_inputs: Tensor | None = None
@@ -166,7 +168,9 @@ class TorchStep:
         self.run_shared_(choice)
         routing, experts, x = self._routing, choice.experts, choice.x.tensor
         ids, weights = choice.ids.tensor, choice.weights.tensor
-        if experts.spec.scales_input:
+        if choice.block is None:
+            self.leave_sum_(Buffer(experts(x, ids, weights)))
+        elif experts.spec.scales_input:
             x_TD += experts(x, ids, weights)
         elif routing is not None and routing.defers:
             immediate, late = routing.split(ids, weights)
@@ -192,27 +196,31 @@ class TorchStep:
         late = None if routing is None else routing.take_carried()
         if late is not None:
             x_TD += late
-        if layer.beside is not None and mlp_out_norm is not None:
-            self._run_beside_(layer.beside, mlp, mlp_out_norm, x_TD, h)
-        elif mlp_out_norm is None:
+        if layer.beside is not None:
+            return self._choose_beside(layer, layer.beside, x_TD, h)
+        if mlp_out_norm is None:
             mlp.add_into_(x_TD, h)
         else:
             x_TD += mlp_out_norm(mlp(h))
+        self._end_layer_(layer, x_TD)
+        return None
+
+    def _end_layer_(self, layer: DecoderLayer, x_TD: Tensor) -> None:
         if layer.own_input is not None:
             self._add_input_(layer, layer.own_input, x_TD)
         if layer.scale_1 is not None:
             x_TD *= layer.scale_1
-        return None
 
-    def _run_beside_(
-        self, beside: BesideExperts, mlp: Mlp, out_norm: RmsNorm, x_TD: Tensor, h_TD: Tensor
-    ) -> None:
-        """Add an MLP and the experts parallel to it to the residual stream."""
+    def _choose_beside(
+        self, layer: DecoderLayer, beside: BesideExperts, x_TD: Tensor, h_TD: Tensor
+    ) -> ExpertChoice:
+        """Choose the experts parallel to a layer's MLP, whose input is ``h_TD``."""
         _, weights, ids = beside.router.route(x_TD)
         if self._routing is not None:
             self._routing.find_choices().tensor.copy_(ids)
-        chosen = beside.experts(beside.norm(x_TD), ids, weights)
-        x_TD += out_norm(beside.mlp_norm(mlp(h_TD)) + beside.experts_norm(chosen))
+        self._beside = _Beside(layer, beside, x_TD, h_TD)
+        given = (Buffer(x_TD), Buffer(beside.norm(x_TD)), Buffer(ids), Buffer(weights))
+        return ExpertChoice(None, beside.experts, *given)
 
     def _add_input_(self, layer: DecoderLayer, parts: LayerInput, x_TD: Tensor) -> None:
         """Gate and norm a layer's additional input and add it to the residual stream."""
@@ -231,7 +239,16 @@ class TorchStep:
         return ExpertChoice(block, experts, *given)
 
     def run_shared_(self, choice: ExpertChoice) -> None:
-        """Add the output of the shared experts, if the layer has any, to the residual stream."""
+        """Add the output of the shared experts, if the layer has any, to the residual stream.
+
+        If the experts are beside an MLP, the MLP is computed, which ``leave_sum_`` adds.
+        """
+        if choice.block is None:
+            assert self._beside is not None, "no layer has chosen experts"
+            layer, beside, _, h_TD = self._beside[:4]
+            assert isinstance(layer.parts.mlp, Mlp), "experts beside a block of experts"
+            self._beside = self._beside._replace(branch_TD=beside.mlp_norm(layer.parts.mlp(h_TD)))
+            return
         shared, gate, x_TD = choice.block.shared, choice.block.shared_gate, choice.x.tensor
         if shared is not None:
             scale = None if gate is None else gate(x_TD)
@@ -239,6 +256,13 @@ class TorchStep:
 
     def leave_sum_(self, out_TD: Buffer) -> None:
         """Add the experts' sum to the residual stream at once."""
+        if self._beside is not None:
+            (layer, beside, x_TD, _, branch_TD), self._beside = self._beside, None
+            out_norm = layer.parts.mlp_out_norm
+            assert branch_TD is not None and out_norm is not None, "the MLP was not computed"
+            x_TD += out_norm(branch_TD + beside.experts_norm(out_TD.tensor.to(x_TD.dtype)))
+            self._end_layer_(layer, x_TD)
+            return
         assert self._residual is not None, "no layer has chosen experts"
         self._residual += out_TD.tensor
 
@@ -350,6 +374,19 @@ class TorchStep:
         """Attend with the given queries to a layer's keys and values; return [T, H * d]."""
         place = self._places[layer_idx]
         return self._groups[place.group].attend(place.layer_idx, q_THd, kv_T2Kd, scale, rule)
+
+
+class _Beside(NamedTuple):
+    """A layer whose experts, beside its MLP, are being computed."""
+
+    layer: DecoderLayer
+    beside: BesideExperts
+    x_TD: Tensor  # noqa: N815 - a shape suffix
+    """Residual stream."""
+    h_TD: Tensor  # noqa: N815
+    """Input of the MLP."""
+    branch_TD: Tensor | None = None  # noqa: N815
+    """Normed output of the MLP, once it is computed."""
 
 
 class Group:

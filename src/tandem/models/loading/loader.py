@@ -28,12 +28,12 @@ from tandem.core.spec import (
 )
 from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.experts import NativeExperts
-from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts
+from tandem.kernels.cpu.hosted_experts import ExpertStaging, HostedExperts, ScaledExperts
 from tandem.kernels.cpu.step import CpuStep
 from tandem.kernels.cpu.tiered_experts import DiskExperts
 from tandem.kernels.device import Device
 from tandem.kernels.devices import DeviceContext, open_device
-from tandem.kernels.hybrid import HybridDecoder, find_size
+from tandem.kernels.hybrid import HostExperts, HybridDecoder, find_size
 from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.lanes.loads import make_loads
 from tandem.kernels.lanes.slots import ExpertSlots, SlotPolicy
@@ -189,8 +189,9 @@ class CausalModel:
         Raises: UnsupportedError (layers that are not one operator each, or have experts of no
             weight format).
         """
-        blocks = [] if self._fused is None else [layer.parts[4] for layer in self._fused]
-        experts = [b.operators[1] if isinstance(b, MoeBlock) else None for b in blocks]
+        layers = [] if self._fused is None else self._fused
+        routed = [layer.routed for layer in layers]
+        experts = [None if r is None else r[1] for r in routed]
         experts = [e.native if isinstance(e, HostedExperts) else e for e in experts]
         held = [e for e in experts if e is not None]
         if self._fused is None or not all(isinstance(e, NativeExperts) for e in held) or not held:
@@ -198,10 +199,11 @@ class CausalModel:
                 "only fused layers with routed experts in a weight format run in part on the host"
             )
             raise UnsupportedError("models.enable_hybrid", what)
-        if any(e.spec.scales_input for e in held):
-            what = "experts whose inputs the router scales do not run in part on the host"
+        is_scaled = any(e.spec.scales_input for e in held)
+        if is_scaled and split is not None:
+            what = "experts whose inputs the router scales are not uploaded"
             raise UnsupportedError("models.enable_hybrid", what)
-        top_k = max(b.operators[0].top_k for b in blocks if isinstance(b, MoeBlock))
+        top_k = max(r[0].top_k for r in routed if r is not None)
         lane = None
         if split is not None:
             pool = self.context.pool
@@ -229,15 +231,15 @@ class CausalModel:
         self._hybrid = HybridDecoder(
             device,
             list(self._fused),
-            experts,  # type: ignore[arg-type] - checked above
+            [_prepare_hosted(e) if isinstance(e, NativeExperts) else None for e in experts],
             (self.spec.hidden_size, top_k),
             self.dtype,
-            has_shared=[isinstance(b, MoeBlock) and b.shared is not None for b in blocks],
+            has_shared=[layer.has_shared for layer in layers],
             num_deferred=self.plan.num_deferred_experts,
             is_captured=is_captured,
             lane=lane,
         )
-        if is_captured and not self._execution.is_native and self._layer_inputs is None:
+        if is_captured and not self._execution.is_native:
             self._fixed = {}
         return self._hybrid
 
@@ -551,7 +553,11 @@ class CausalModel:
     def _run_fixed(self, fixed: FixedDecode, batch: PagedBatch) -> Tensor:
         assert self._hybrid is not None, "fixed memory without a device"
         num_live, width = batch.num_tokens, fixed.width
-        fixed.fill_(batch, self._embed(batch.token_ids))
+        embedded = self._embed(batch.token_ids)
+        inputs = None
+        if self._layer_inputs is not None:
+            inputs = self._layer_inputs(batch.token_ids, embedded)
+        fixed.fill_(batch, embedded, inputs)
         self._hybrid.run(fixed.step, fixed.routing, fixed.hidden, num_live=num_live, key=width)
         if fixed.routing is not None:
             self.choices = fixed.routing.choices[:, :num_live]
@@ -559,6 +565,10 @@ class CausalModel:
         if len(batch.logit_rows) != num_live:
             hidden = hidden.index_select(0, batch.logit_rows)
         return self._norm(hidden)
+
+
+def _prepare_hosted(experts: NativeExperts) -> HostExperts:
+    return ScaledExperts(experts) if experts.spec.scales_input else experts
 
 
 def load_model(
