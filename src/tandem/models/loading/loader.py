@@ -42,7 +42,6 @@ from tandem.kernels.lanes.uploads import Split, UploadLane
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.linear import Embedding
-from tandem.kernels.operators.moe import MoeBlock
 from tandem.kernels.operators.operator import Operator, freeze, running
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
 from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
