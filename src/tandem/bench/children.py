@@ -1,10 +1,11 @@
-"""Children of a benchmark, or of a command: they end when it does, however it ends.
+"""Child processes of a benchmark or a command, which end whenever their parent ends.
 
-A process that is killed cannot end what it started, and servers wait for clients for ever. So a
-child begins as a short program that asks the kernel to signal it at the end of its parent (Linux,
-PR_SET_PDEATHSIG, which an exec keeps) and becomes the command.
+A process that is killed has no chance to end its children, and a server would wait for clients for
+ever. A child therefore begins as a short program that asks the kernel to signal it when its parent
+ends (Linux, PR_SET_PDEATHSIG, which survives exec) and then executes the command.
 
-Imports nothing of ours: peers' scripts, which other interpreters run, find it by their folder.
+Imports no other module of Tandem: the rivals' scripts, which run in other interpreters, import it
+from their own folder.
 """
 
 import os
@@ -30,15 +31,15 @@ os.execvp(sys.argv[3], sys.argv[3:])
 def start_child(
     command: Sequence[str], *, end_signal: int = signal.SIGKILL, **options: Any
 ) -> "subprocess.Popen[Any]":
-    """Start a command as ``subprocess.Popen`` does; it is signalled when this process ends.
+    """Start a command as ``subprocess.Popen`` does, to be signalled when this process ends.
 
-    To be called from a thread that lasts, as the main thread does: the kernel takes the end of the
-    thread that started a child for the end of its parent.
+    Call this from a thread that lives as long as the process, such as the main thread: the kernel
+    sends the signal when the thread that started the child ends.
 
     Args:
-        command: program and arguments.
-        end_signal: what it gets then.
-        options: of ``subprocess.Popen``.
+       command: program and arguments.
+       end_signal: the signal the child gets when this process ends.
+       options: passed to ``subprocess.Popen``.
     """
     own = [str(os.getpid()), str(int(end_signal))]
     wrapped = [sys.executable, "-I", "-S", "-c", PROGRAM, *own, *command]

@@ -1,9 +1,12 @@
-"""``tandem bench conductor``: the CPU time of a decision, by policy, instances and queue.
+"""``tandem bench conductor``: CPU time of a routing decision, by policy, instances and queue
+length.
 
-With ``--trace`` also what policies and admission are worth live (``conductor_live.py``).
+With ``--trace``, cases of ``conductor_live.py`` also measure what policies and admission gain on
+running instances.
 
-The prompt has 514 blocks. Its first 64 are on every instance, the next 400 on one in twenty. Time
-is that of the process, so it holds on a busy machine; keys of prompts are made before.
+The prompt has 514 blocks. Every instance has its first 64 cached, and one instance in twenty the
+next 400. CPU time of the process is measured, so other load on the machine does not count; the
+prompts' block keys are computed before.
 """
 
 import random
@@ -34,11 +37,11 @@ FACTS = InstanceFacts(num_blocks=10_000, block_size=BLOCK_SIZE, max_model_len=13
 
 
 def make_cases(*, quick: bool, trace: Path | None = None) -> Iterator[BenchCase]:
-    """Yield each policy at a thousand instances beside ten, and long queues beside short ones.
+    """Yield each policy with 1,000 instances against 10, and with long queues against short ones.
 
     Args:
-        quick: fewer decisions.
-        trace: in Mooncake's format, of the live cases; None: there are none.
+       quick: fewer decisions.
+       trace: a trace in Mooncake's format for the live cases; None leaves them out.
     """
     count = NUM_DECISIONS // 4 if quick else NUM_DECISIONS
     roles: dict[str, Sequence[InstanceRole]] = {
@@ -71,7 +74,7 @@ def make_cases(*, quick: bool, trace: Path | None = None) -> Iterator[BenchCase]
 
 
 class _Asked:
-    """A conductor of a fleet under load, and prompts to place."""
+    """A conductor of instances under load, with prompts to place."""
 
     def __init__(
         self, policy: str, roles: Sequence[InstanceRole], num_instances: int, queue: int, count: int
@@ -82,7 +85,9 @@ class _Asked:
         self._number = 0
 
     def check(self) -> str:
-        """Return ok if decisions name instances, and knowers of prefixes one that holds it."""
+        """Return ok if decisions name instances, and policies that know prefixes name one that has
+        the prefix cached.
+        """
         decision = self._get().place(PLACE, self._ask())
         chosen = decision.chosen
         if decision.route is None or chosen is None:

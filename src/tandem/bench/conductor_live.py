@@ -52,16 +52,20 @@ SHAPE = {
     "num_experts_per_tok": 2,
     "vocab_size": 4096,
 }
-"""Large enough that prefill is most of the time to the first token, small enough for two cores."""
+"""Sizes of the model: large enough that prefill is most of the time to first token, small enough
+for two cores.
+"""
 QUICK_SHAPE = SHAPE | {"hidden_size": 128, "num_hidden_layers": 1, "moe_intermediate_size": 128}
 MAX_LEN = 16_384
 DIVISOR = 16
 NUM_SLICES, QUICK_NUM_SLICES = 100, 800
-"""The slice is one of so many: 123 requests of the published conversation trace."""
+"""The slice is one of this many parts of the trace: 123 requests of the published conversation
+trace.
+"""
 NUM_INSTANCES = 4
 BLOCK = 32
 NUM_BLOCKS = 1500
-"""Blocks of each instance: about half of what the slice has, so that none keeps all of it."""
+"""Blocks of each instance: about half of the slice's, so that no instance can cache all of it."""
 OURS, ROUND_ROBIN = "mooncake", "round_robin"
 RIVALS = (ROUND_ROBIN, "load", "prefix", "sglang", "dynamo")
 QUICK_RIVALS = (ROUND_ROBIN,)
@@ -70,13 +74,17 @@ OVERLOAD = 2.0
 SHARES_WITHOUT_OVERLOAD, QUICK_SHARES = (0.5, 0.8, 1.0), (0.8,)
 MIN_PREFILL_SHARE = 0.8
 HIT_SLACK = 0.02
-"""Share of prompt tokens by which counts may differ: requests have tokens beside the prompt."""
+"""Allowed difference between two counts of cached prompt tokens, as a share: one includes tokens
+that are not of the prompt.
+"""
 SLO_FACTOR = 10.0
-"""Objectives, as multiples of what single requests see."""
+"""Objectives of a request, as multiples of the latencies of a request that runs alone."""
 NUM_WARMUP, NUM_SINGLE = 24, 16
 KEY = "bench-admin"
 TOKEN = 500
-"""The token that every answer consists of: a word, so that each one is an event of its stream."""
+"""The token that every answer consists of: it decodes to a word, so that each token is an event of
+its stream.
+"""
 START_S, RUN_S, END_S = 240.0, 1800.0, 30.0
 Metric = Literal["ttft", "hits", "goodput"]
 
@@ -84,13 +92,14 @@ Metric = Literal["ttft", "hits", "goodput"]
 def slice_conversations(rows: Iterable[TraceRow], num_slices: int) -> list[TraceRow]:
     """Return one of ``num_slices`` parts of a trace, with conversations whole.
 
-    The first hash is of what all requests begin with; the second one tells conversations apart.
+    All requests of the trace begin with the same first hash; the second identifies the
+    conversation.
     """
     return [row for row in rows if row.hash_ids[:2][-1] % num_slices == 0]
 
 
 def count_ideal_hits(rows: Iterable[TraceRow]) -> float:
-    """Return the share of prompt tokens that one cache without bounds, empty at first, has."""
+    """Return the share of prompt tokens that an unbounded cache, empty at first, would serve."""
     seen: set[int] = set()
     num_hits = num_tokens = 0
     for row in rows:
@@ -102,11 +111,11 @@ def count_ideal_hits(rows: Iterable[TraceRow]) -> float:
 
 
 class _Process:
-    """A ``tandem`` command that runs until it is closed, and says as JSON that it is up.
+    """A ``tandem`` command that runs until it is closed and prints a line of JSON when it is ready.
 
     Args:
-        log: file for what it says else.
-        words: of the command.
+       log: file for its other output.
+       words: arguments of the command.
     """
 
     def __init__(self, log: Path, *words: str) -> None:
@@ -147,7 +156,7 @@ class _Process:
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """A run of ``tandem bench serve``."""
+    """Result of one run of ``tandem bench serve``."""
 
     report: LoadReport
     records: list[RequestRecord]
@@ -157,13 +166,13 @@ class _Outcome(msgspec.Struct, frozen=True):
         return self.report.total_cached_tokens / max(self.report.total_input_tokens, 1)
 
     def describe_accepted(self, objectives: Objectives) -> float:
-        """Return the share of accepted requests that kept their objectives."""
+        """Return the share of accepted requests that met their objectives."""
         accepted = [each for each in self.records if not each.error.startswith("429")]
         return statistics.mean(map(objectives.are_kept, accepted)) if accepted else 0.0
 
 
 class _Server:
-    """A server before the launcher's instances. A context manager."""
+    """A server in front of the launcher's instances. A context manager."""
 
     def __init__(self, live: "_Live", policy: str, *flags: str) -> None:
         self._live = live
@@ -190,7 +199,7 @@ class _Server:
         httpx.post(self.url + "/flush_cache", headers=headers, timeout=60.0, trust_env=False)
 
     def read_metrics(self) -> dict[str, float]:
-        """Return the sums over all labels by the name of a metric."""
+        """Return the server's metrics by name, each summed over all of its labels."""
         page = httpx.get(self.url + "/metrics", timeout=60.0, trust_env=False).text
         values: dict[str, float] = {}
         for line in page.splitlines():
@@ -203,7 +212,7 @@ class _Server:
     def load(
         self, dataset: str, count: int, *flags: str, objectives: Objectives | None = None
     ) -> _Outcome:
-        """Run ``tandem bench serve``."""
+        """Run ``tandem bench serve`` against this server."""
         details = self._live.scratch / "details.jsonl"
         words = [
             *(sys.executable, "-m", "tandem", "bench", "serve", "--base-url", self.url, "--json"),
@@ -231,7 +240,7 @@ class _Server:
 
 
 class _Live:
-    """The launcher, the slice, and what has been measured of it."""
+    """The launcher, the slice, and the results so far, which later cases share."""
 
     def __init__(
         self, scratch: Path, trace: Path, opened: contextlib.ExitStack, *, quick: bool
@@ -291,7 +300,7 @@ class _Live:
     def replay(
         self, server: _Server, rate: float | None, objectives: Objectives | None = None
     ) -> _Outcome:
-        """Send the slice at a mean rate; None: all at once."""
+        """Send the slice at a mean rate in requests per second; None sends all at once."""
         span_s = (self.rows[-1].timestamp - self.rows[0].timestamp) / 1e3
         slowdown = 0.0 if rate is None else len(self.rows) / rate / span_s
         return server.load(
@@ -304,7 +313,9 @@ class _Live:
 
     @cached_property
     def single(self) -> tuple[float, Objectives]:
-        """The share of prefill in the time to first token of single requests; the objectives."""
+        """Share of prefill in the time to first token of single requests, and the objectives
+        derived from them.
+        """
         with self.serve(OURS) as server:
             before = server.read_metrics()
             alone = server.load(
@@ -330,12 +341,12 @@ class _Live:
 
     @cached_property
     def saturating_rate(self) -> float:
-        """Requests a second when all of the slice is sent at once."""
+        """Requests per second that the cluster serves when the whole slice is sent at once."""
         with self.serve(OURS) as server:
             return self.replay(server, None).report.request_throughput
 
     def run(self, policy: str, share: float) -> _Outcome:
-        """Return the run of a policy at a share of the saturating rate; it is run once."""
+        """Return the result of a policy at a share of the saturating rate; each pair runs once."""
         key = policy, share
         if key not in self._runs:
             # Rate and objectives are measured before this server starts: measuring them sends
@@ -360,7 +371,7 @@ class _Live:
         return "ok"
 
     def check_run(self, policies: Sequence[str]) -> str:
-        """Run all policies; each must have answered every request."""
+        """Run all policies; return ok if every request was answered."""
         problem = self.check()
         for policy in policies if problem == "ok" else ():
             outcome = self.run(policy, LOAD_SHARE)
@@ -386,11 +397,11 @@ def _read(outcome: _Outcome, metric: Metric) -> float:
 
 
 def make_live_cases(trace: Path, *, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases; what one has measured, the next ones report.
+    """Yield the live cases; a later case reports figures that an earlier one measured.
 
     Args:
-        trace: in Mooncake's format.
-        quick: a tiny model, a few requests and one rival.
+       trace: path of a trace in Mooncake's format.
+       quick: a tiny model, a few requests and one rival policy.
     """
     rivals = QUICK_RIVALS if quick else RIVALS
     shares = QUICK_SHARES if quick else SHARES_WITHOUT_OVERLOAD

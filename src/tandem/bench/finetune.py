@@ -29,14 +29,15 @@ IMPLEMENTATIONS = ("eager", "grouped_mm")
 experts."""
 FORMATS = {"bf16+none": 5e-3, "bf16+bf16": 5e-3, "int8+none": 1e-2, "int8+int8": 1e-2}
 FORMATS |= {"int4+int8": 5e-2, "fp8+bf16": 1e-2}
-"""Largest errors of experts and of linear layers with the head (none: torch's bf16); the largest
-relative difference of the first loss, on random weights."""
+"""Largest relative difference of the first loss on random weights, by formats of the experts and of
+the linear layers with the head.
+"""
 VOCABULARY = 32_000
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model: hidden and expert size, experts, experts per token, layers."""
+    """Sizes of a model: hidden size, expert size, experts, experts per token, layers."""
 
     name: str
     hidden: int
@@ -53,7 +54,7 @@ QUICK = Shape("toy", 256, 128, 8, 2, 1, 64)
 
 
 def make_cases(*, quick: bool = False) -> Iterator[BenchCase]:
-    """Yield the cases: a step's tokens/s and the peak memory, in each format."""
+    """Yield the cases of each format: tokens/s of a training step, and peak memory."""
     for shape in (QUICK,) if quick else (FULL, LATENT):
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             _write_checkpoint(shape, Path(folder))
@@ -88,7 +89,7 @@ def _make_format_cases(
         return shape.tokens / seconds
 
     def check() -> str:
-        # All sides begin with the same adapters, which change nothing until the first update: so
+        # All sides begin with the same adapters, which have no effect before the first update, so
         # the first losses must be equal.
         loss = ours.call("step")[1]
         wanted = next(iter(rivals.values())).call("first_loss")

@@ -1,8 +1,9 @@
-"""`tandem bench finetune-memory`: what `tandem finetune --dry-run` predicts, and what a run takes.
+"""`tandem bench finetune-memory`: memory predicted by `tandem finetune --dry-run` against that of a
+run.
 
-Models with random weights of several kinds, each with a recipe of a few steps. One process predicts
-and another runs the recipe. The check is that the prediction, the libraries included, is within a
-tenth of the peak; the ratio is the predicted part of it.
+Models of several kinds with random weights, each with a recipe of a few steps. One process predicts
+and another runs the recipe. The check is that the prediction, which includes the memory of
+libraries, is within a tenth of the measured peak; the ratio is prediction over peak.
 """
 
 import json
@@ -21,10 +22,12 @@ from tandem.models.loading.hub import DEMO_FOLDER
 __all__ = ["make_cases"]
 
 BOUND = 0.1
-"""The largest part of the measured peak by which a prediction may be off."""
+"""Largest allowed error of a prediction, as a share of the measured peak."""
 NUM_STEPS = 2
 WORDS_PER_TOKEN = 2
-"""Words of a row for each token wanted: the cutoff takes the rest."""
+"""Words per row of the data, as a multiple of the cutoff in tokens: every row is longer than the
+cutoff.
+"""
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "qwen3", "intermediate_size": 1536, "num_hidden_layers": 3},
     "moe": {
@@ -42,16 +45,16 @@ BF16 = {"bf16": True}
 
 @dataclass(frozen=True)
 class Run:
-    """A model and the keys of its recipe that decide the memory."""
+    """A model and the settings of its recipe that decide the memory."""
 
     name: str
     kind: str
     num_tokens: int
     num_rows: int
-    """Number of rows of a batch."""
+    """Rows in a batch."""
     keys: dict[str, Any]
     sizes: dict[str, Any] = field(default_factory=dict)
-    """Sizes of the model that are not its kind's."""
+    """Sizes of the model that differ from the defaults of its kind."""
 
 
 RUNS = (
@@ -102,7 +105,7 @@ QUICK = (
 
 
 def make_cases(*, quick: bool = False) -> Iterator[BenchCase]:
-    """Yield a case for each run: the gigabytes that are predicted, against the measured peak."""
+    """Yield a case for each run: predicted gigabytes against the measured peak."""
     with RivalProcess(Path(sys.executable), "forecast_rival.py") as peer:
         for run in QUICK if quick else RUNS:
             with tempfile.TemporaryDirectory() as folder:

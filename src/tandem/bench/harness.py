@@ -1,9 +1,9 @@
 """Measuring and reporting, the same for every benchmark.
 
-A case has a check, a way to time ours, and, where there is a rival or a limit of the machine, ways
-to time those. Rounds are interleaved (A B C A B C ...), so that a neighbour who slows the machine
-slows all alike; the reported ratio is the median of the rounds' own ratios, with its quartiles.
-A case whose check fails reports no time.
+A case has a check, a function that times ours, and, if there is a rival or a limit of the machine,
+functions that time those. Rounds are interleaved (A B C A B C ...), so that other load on the
+machine slows all alike; the reported ratio is the median of the ratios of single rounds, with its
+quartiles. A case whose check fails reports no time.
 """
 
 import fnmatch
@@ -24,7 +24,7 @@ __all__ = ["BenchCase", "BenchRecord", "describe_run", "format_record", "run_cas
 
 
 class BenchRecord(msgspec.Struct, kw_only=True):
-    """One case's outcome: one line of text, one line of JSON."""
+    """Result of one case; printed as one line of text or one line of JSON."""
 
     bench: str
     case: str
@@ -33,44 +33,47 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     baseline_name: str | None
     unit: str
     ratio: float | None
-    """Above 1 means that ours is better, whatever the unit."""
+    """How many times better ours is than the baseline; above 1 ours is better, whatever the unit.
+    """
     ratio_iqr: tuple[float, float] | None
     ceiling: float | None
     ceiling_fraction: float | None
     check: str
     n: int
     others: dict[str, float] = {}
-    """Times of the rivals that were not the best."""
+    """Measurements of the rivals that were not the best, by name."""
     limits: dict[str, tuple[float, float]] = {}
-    """Further limits of the machine: what each took, and how many times better ours is."""
+    """Further limits of the machine by name: the measurement, and how many times better ours is."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchCase:
     """One thing to measure.
 
-    The callables return one measurement in ``unit``. They are called in turn; set-up that should
-    not be timed happens in them before their clock starts, or in ``check``, which comes first.
+    Each callable returns one measurement in ``unit``, and they are called in turn. Set-up that must
+    not be timed is done in them before their clock starts, or in ``check``, which is called first.
     """
 
     name: str
-    """``key=value`` words."""
+    """Name of the case: ``key=value`` words."""
     unit: str
     ours: Callable[[], float]
     check: Callable[[], str]
-    """Returns ``ok`` or what is wrong."""
+    """Returns ``ok``, or a description of the failure."""
     baseline: Callable[[], float] | None = None
     baseline_name: str | Callable[[], str] | None = None
-    """A callable where ``check`` finds out which rival is the fastest."""
+    """Name of the baseline; a callable if ``check`` determines which rival is the fastest."""
     ceiling: Callable[[], float] | None = None
     higher_is_better: bool = False
     rivals: Mapping[str, Callable[[], float]] | None = None
-    """Instead of ``baseline``, by name: all are measured, ours is compared with the best."""
+    """Rivals by name, instead of ``baseline``: all are measured, and ours is compared with the
+    best.
+    """
     max_rounds: int | None = None
-    """The same as many samples as one run of an expensive case gives; None: as many as are
-    wanted."""
+    """Most rounds to measure, for an expensive case; None does as many rounds as were asked for."""
     limits: Mapping[str, Callable[[], float]] | None = None
-    """Limits of the machine beside ``ceiling``, by name: nearer to what the case has to do."""
+    """Limits of the machine by name, besides ``ceiling``, that come nearer to the work of the case.
+    """
 
 
 def time_call(function: Callable[[], object]) -> float:
@@ -88,14 +91,14 @@ def run_cases(
     budget_s: float,
     rounds: int,
 ) -> Iterator[BenchRecord]:
-    """Measure the cases whose names match one of ``patterns``, yielding each record as it is done.
+    """Measure the cases whose names match one of ``patterns``; yield each record when it is done.
 
     Args:
-        bench: the benchmark's name, for the records.
-        cases: made lazily where making them is expensive.
-        patterns: globs over case names.
-        budget_s: seconds a case may take at most, one round excepted.
-        rounds: rounds wanted.
+       bench: the benchmark's name, for the records.
+       cases: a lazy iterable if making them is expensive.
+       patterns: globs over case names.
+       budget_s: most seconds for a case, after which no further round begins.
+       rounds: rounds wanted.
 
     Raises: NotFoundError if no case matches.
     """
@@ -175,7 +178,7 @@ def _run_case(bench: str, case: BenchCase, budget_s: float, rounds: int) -> Benc
 
 
 def _better(ours: float, other: float, case: BenchCase) -> float:
-    """Return how many times better ``ours`` is."""
+    """Return how many times better ``ours`` is than ``other``, by the case's sense of better."""
     return ours / other if case.higher_is_better else other / ours
 
 
@@ -208,7 +211,7 @@ def format_record(record: BenchRecord) -> str:
 
 
 def describe_run() -> dict[str, str]:
-    """Return what a record must be read with: machine, versions, commit."""
+    """Return the facts that identify a record's origin: machine, versions, commit."""
     facts = {"python": platform.python_version(), "machine": platform.machine()}
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""On which cores processes run while they are measured."""
+"""Pins processes to cores while they are measured."""
 
 import contextlib
 import os
@@ -10,10 +10,10 @@ __all__ = ["on_cores"]
 
 @contextlib.contextmanager
 def on_cores(places: Mapping[int, int]) -> Iterator[None]:
-    """Keep all threads of processes on a core each: process id to core.
+    """Pin all threads of processes to one core each; ``places`` maps process ids to cores.
 
-    Only what is inside is kept: afterwards the system moves them as it likes, which need not be at
-    once.
+    The pinning holds inside the block. Afterwards the system may move the threads again, but need
+    not do so at once.
     """
     free = {process_id: os.sched_getaffinity(process_id) for process_id in places}
     try:
@@ -26,7 +26,7 @@ def on_cores(places: Mapping[int, int]) -> Iterator[None]:
 
 
 def _keep_on(process_id: int, cores: set[int]) -> None:
-    with contextlib.suppress(FileNotFoundError):  # The process has ended,
+    with contextlib.suppress(FileNotFoundError):  # The process may have ended.
         for task in Path(f"/proc/{process_id}/task").iterdir():
-            with contextlib.suppress(ProcessLookupError):  # or the thread.
+            with contextlib.suppress(ProcessLookupError):  # The thread may have ended.
                 os.sched_setaffinity(int(task.name), cores)

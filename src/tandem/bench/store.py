@@ -1,17 +1,18 @@
-"""`tandem bench store`: master, host and this client on one machine; directory; allocator.
+"""`tandem bench store`: a master, a host and this client on one machine; the directory; the
+allocator.
 
-Cases: ``path=samehost|tcp op=put|get api=bytes|zerocopy size=BYTES batch=COUNT``, microseconds a
-batch, beside a memcpy of as many bytes; gets by a client that asks its master each time where the
-objects are (``cache=no``) and by one that remembers it, as clients do (``cache=yes``); puts also
-with ``cores=near``: our client and host on one core, our master on another, where otherwise the
-system places all processes, and always those of rivals;
-``op=exists`` over the wire and in the directory, keys a second; the memory of a directory;
-``op=allocate``, nanoseconds for a put and its eviction;
-``op=find clients=8``, the 99th percentile of a metadata call with a million objects;
-``op=first_put``, from the start of a host of 16 GiB to a put. With peers the baseline is Mooncake
-(over tcp, all it has between processes) and, in cases of their own (``against=redis-...``), Redis.
-Values and answers are compared before a time counts. ``python -m tandem.bench.store`` prints the
-curve of the allocator over a million puts. Segments are touched before anything is timed.
+Cases ``path=samehost|tcp op=put|get api=bytes|zerocopy size=BYTES batch=COUNT`` give microseconds
+per batch, against a memcpy of as many bytes. Gets are measured with a client that asks the master
+for the locations each time (``cache=no``) and with the default client, which caches them
+(``cache=yes``). Puts are also measured with ``cores=near``: our client and host on one core and our
+master on another; otherwise, and always for rivals, the system chooses the cores. ``op=exists``
+gives keys per second, over the wire and in the directory; another case the memory of a directory;
+``op=allocate`` nanoseconds of a put with its eviction; ``op=find clients=8`` the 99th percentile of
+a metadata call with a million objects; ``op=first_put`` the time from starting a host of 16 GiB to
+its first put. With peers the baseline is Mooncake (over TCP, its only path between processes) and,
+in separate cases (``against=redis-...``), Redis. Values and answers are compared before a time
+counts. ``python -m tandem.bench.store`` prints the curve of the allocator over a million puts. All
+memory is touched before it is timed.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ KV_BLOCK_BYTES = {
     "deepseek-v3": 61 * (512 + 64) * 2 * 64,
     "qwen2.5-7b": 28 * 2 * 4 * 128 * 2 * 64,
 }
-"""Bytes of a block of 64 tokens in bf16, all layers, from the models' published shapes."""
+"""Bytes by model of a block of 64 tokens in bf16, all layers, from published shapes."""
 
 MEMORY_PROGRAM = """
 import resource, sys
@@ -95,7 +96,7 @@ with StoreClient(StoreConfig(master=sys.argv[1])) as client:
 
 
 class _Store:
-    """A master and a host as processes, and a client here."""
+    """A master and a host as child processes, and a client in this process."""
 
     def __init__(
         self, transports: tuple[str, ...], segment_bytes: int = 0, *, touch: bool = True
@@ -148,7 +149,7 @@ class _Store:
             raise PeerLostError("bench.start", f"the store's {role} did not start")
 
     def _touch(self) -> None:
-        """Write every page once, so that no case pays for the first touch."""
+        """Write to every page once, so that no measured case touches memory for the first time."""
         value = np.zeros(2**24, np.uint8)
         options = PutOptions(wait_s=5)
         for i in range(int(SEGMENT_BYTES * 0.9) // len(value)):
@@ -156,7 +157,7 @@ class _Store:
         self.client.remove_prefix("")
 
     def close(self) -> None:
-        """End clients and processes, remove what they leave."""
+        """End the clients and processes; remove their files."""
         self.asking.close()
         self.client.close()
         self._end()
@@ -177,11 +178,11 @@ class _Store:
 
 
 def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
-    """Yield the cases; the processes of a path live as long as its cases.
+    """Yield the cases; the processes for a path live as long as its cases.
 
     Args:
-        quick: few sizes.
-        with_peers: the baseline is a rival, installed if need be.
+       quick: few sizes.
+       with_peers: the baseline is a rival, which is installed if need be.
     """
     yield from _make_allocator_cases(quick=quick)
     yield from _make_directory_cases(quick=quick)
@@ -208,7 +209,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
 
 
 class _ObjectCase:
-    """A batch of objects, put and got; made ready when it is first checked."""
+    """A batch of objects to put and get; prepared by its first check."""
 
     def __init__(self, store: _Store, path: str, api: str, size: int, batch: int) -> None:
         self._store = store
@@ -217,7 +218,7 @@ class _ObjectCase:
         self._source = self._target = np.zeros(0, np.uint8)
 
     def compare(self, rival: Rival | None) -> Iterator[BenchCase]:
-        """Yield a case for putting and two for getting."""
+        """Yield one case of puts and two of gets."""
         against = "" if rival is None or rival.name == "mooncake tcp" else rival.name
         suffix = f" against={against.replace(' ', '-')}" if against else ""
         near = [("put", " cores=near", self._measure_near_put)]
@@ -252,7 +253,8 @@ class _ObjectCase:
         results = self._put()
         if any(result is not PutResult.CREATED for result in results):
             return f"put: {results[0]}"
-        for get in (self._get_asking, self._get, self._get):  # Asked for, then remembered.
+        # The first get asks the master; the others use cached locations.
+        for get in (self._get_asking, self._get, self._get):
             self._target[:] = 0
             get()
             if not np.array_equal(self._source, self._target):
@@ -295,7 +297,7 @@ def _make_calls(
             for i, value in enumerate(client.get_many(keys)):
                 if isinstance(value, Exception):
                     raise value
-                if not target[i * size]:  # Only the check looks, and empties it before.
+                if not target[i * size]:  # Only the check reads the buffer, and clears it before.
                     target[i * size : (i + 1) * size] = np.frombuffer(value, np.uint8)
 
         return lambda: client.put_many(keys, values), get
@@ -332,7 +334,9 @@ def _make_wire_exists_case(client: StoreClient, mooncake: MooncakeStore | None) 
 
 
 def _make_first_put_case(segment_bytes: int) -> BenchCase:
-    """From the start of the process of a host until a put has been acknowledged."""
+    """Return the case of the time from starting a host's process until its first put is
+    acknowledged.
+    """
     store: _Store | None = None
 
     def measure() -> float:
@@ -348,8 +352,8 @@ def _make_first_put_case(segment_bytes: int) -> BenchCase:
 
 
 def _make_latency_case(num_objects: int) -> BenchCase:
-    """Return the 99th percentile of a metadata call, ``exists`` and ``size`` in turn, by 8
-    processes.
+    """Return the case of the 99th percentile of metadata calls, ``exists`` and ``size`` in turn, by
+    8 processes.
     """
 
     def measure() -> float:
@@ -380,7 +384,8 @@ def _make_latency_case(num_objects: int) -> BenchCase:
 
 
 def _collect_p99_us(children: "Sequence[subprocess.Popen[str]]") -> float:
-    """Let all begin at once; returns the percentile over all their calls."""
+    """Start all children at once; return the 99th percentile in microseconds over all their calls.
+    """
     try:
         for child in children:
             assert child.stdout is not None
@@ -407,7 +412,7 @@ def _collect_p99_us(children: "Sequence[subprocess.Popen[str]]") -> float:
 
 
 def fill_directory(count: int) -> Directory:
-    """Return a directory of ``count`` objects with keys of 64 characters, a replica each."""
+    """Return a directory of ``count`` objects with keys of 64 characters and one replica each."""
     directory = Directory(Passes(fill_rows, locate_rows))
     for i in range(count):
         directory.insert(
@@ -477,24 +482,27 @@ DISTRIBUTIONS: dict[str, Callable[[random.Random], int]] = {
     "small": lambda rng: int(512 * 2 ** rng.uniform(0, 7)),
     "wide": lambda rng: int(512 * 2 ** rng.uniform(0, 14)),
 }
-"""Value sizes of a trace."""
+"""Distributions of value sizes, by name; each returns one random size in bytes."""
 
 
 class AllocatorPoint:
-    """A stretch of a trace: how full the segment was when a put found no room, and the time."""
+    """Part of a trace: how full the segment was when puts found no room, and the time of a put."""
 
     def __init__(self) -> None:
         self.num_puts = 0
         self.used_share = 1.0
-        """Mean over the refusals of the stretch; of the first point, the very first one."""
+        """Used share of the segment, averaged over the part's refused puts; in the first point, at
+        the first refusal.
+        """
         self.lowest_share = 1.0
         self.mean_ns = 0.0
-        """Native calls alone: allocating, and releasing what had to go."""
+        """Mean nanoseconds per put of native calls: allocating, and freeing evicted objects."""
 
 
 def trace_allocator(distribution: str, num_puts: int, *, points: int = 10) -> list[AllocatorPoint]:
-    """Put ``num_puts`` objects into 4 GiB, the oldest 5 % making room; the first point is the
-    filling, the others equal stretches of the whole.
+    """Put ``num_puts`` objects into 4 GiB, evicting the oldest 5 % when full.
+
+    Returns: points; the first covers the filling, the others are equal parts of the whole trace.
     """
     rng = random.Random(1)  # noqa: S311 - sizes, not secrets
     capacity = 4 * 2**30
@@ -552,7 +560,7 @@ def _measure_us(
 
 
 def main() -> None:
-    """Print the curve of the allocator for each mix, a table in markdown."""
+    """Print the curve of the allocator for each distribution, as a table in Markdown."""
     write = sys.stdout.write
     write("| mix | puts | used when a put found no room, mean | lowest | ns a put |\n")
     write("|---|---|---|---|---|\n")

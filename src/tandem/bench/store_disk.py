@@ -1,10 +1,10 @@
-"""`tandem bench store-disk`: the SSD tier of a host, beside what the same disk gives O_DIRECT.
+"""`tandem bench store-disk`: the SSD tier of a host, against the same disk with O_DIRECT.
 
 Cases: ``op=write|read size=BYTES``, MB/s of values written behind (sync included) or read into
-memory and checked, 32 at a time; ``op=load size=BYTES``, microseconds for one object. The ceiling
-moves as many bytes between memory and a file of the same folder, in pieces of 1 MiB by four threads
-past the page cache; for ``load`` in one thread. What was read is compared before a time counts.
-The folder is made where temporary files are (TMPDIR).
+memory and verified, 32 at a time; ``op=load size=BYTES``, microseconds for one object. The ceiling
+moves as many bytes between memory and a file in the same folder with O_DIRECT, in pieces of 1 MiB
+by four threads; for ``load`` by one thread. Values are compared before a time counts. Files are
+written to the folder for temporary files (TMPDIR).
 """
 
 import asyncio
@@ -37,8 +37,7 @@ QUICK_SIZES = (65_536, 2**20)
 TOTAL_BYTES = 128 * 2**20
 QUICK_TOTAL_BYTES = 16 * 2**20
 CAPACITY_BYTES = 2**33
-"""Bytes of the tier: enough for buckets of full size; what is written anew frees what it
-replaces."""
+"""Bytes of the tier: enough for buckets of full size; rewriting an object frees its old record."""
 PIECE_BYTES = 2**20
 NUM_THREADS = 4
 NUM_LOADS = 32
@@ -47,7 +46,7 @@ MB = 1e6
 
 
 class _Disk:
-    """A tier on a real folder with a segment full of objects of one size."""
+    """A disk tier on a real folder, with a segment full of objects of one size."""
 
     def __init__(self, size: int, total_bytes: int) -> None:
         self.size = size
@@ -63,7 +62,7 @@ class _Disk:
         self.run(self._open(CAPACITY_BYTES))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run on the loop of the tier."""
+        """Run a coroutine on the event loop of the tier."""
         return self.runner.run(work)
 
     def _fill(self) -> None:
@@ -86,7 +85,7 @@ class _Disk:
         self.tier.start()
 
     async def _write(self) -> None:
-        """Make every object a new version, and wait until all are on the disk."""
+        """Give every object a new version, and wait until all are on the disk."""
         goal = self.tier.counts["written"] + self.count
         version = next(self._versions)
         self.headers = [
@@ -113,11 +112,11 @@ class _Disk:
         await asyncio.gather(*(load_some() for _ in range(NUM_LOADS)))
 
     def write(self) -> float:
-        """Return MB/s of one pass."""
+        """Write all objects; return MB/s."""
         return self.count * self.size / MB / time_call(lambda: self.run(self._write()))
 
     def read(self) -> float:
-        """Return MB/s of one pass."""
+        """Read all objects; return MB/s."""
         return self.count * self.size / MB / time_call(lambda: self.run(self._read()))
 
     def load_one(self) -> float:
@@ -125,7 +124,7 @@ class _Disk:
         return 1e6 * time_call(lambda: self.run(self.tier.load(self.headers[0], 0)))
 
     def check(self) -> str:
-        """Write, lose the memory, read, compare."""
+        """Write all objects, clear the memory, read them back and compare."""
         self._fill()
         self.run(self._write())
         self.segment.data[:] = 0
@@ -147,7 +146,7 @@ class _Disk:
 
 
 class _Raw:
-    """The same bytes between memory and a file, by nothing but system calls."""
+    """The same number of bytes moved between memory and a file by system calls alone."""
 
     def __init__(self, folder: Path, nbytes: int, num_threads: int) -> None:
         self.nbytes = -(-nbytes // PIECE_BYTES) * PIECE_BYTES
@@ -170,7 +169,7 @@ class _Raw:
         list(self._threads.map(move, range(0, self.nbytes, self.piece_bytes)))
 
     def write(self) -> float:
-        """Return MB/s into a new file, reserved and synced."""
+        """Return the MB/s of writing a new file, space reserved before and synced after."""
         self._path.unlink(missing_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT
         descriptor = os.open(self._path, flags, 0o600)
@@ -186,7 +185,7 @@ class _Raw:
             os.close(descriptor)
 
     def read(self) -> float:
-        """Return MB/s out of that file."""
+        """Return the MB/s of reading that file."""
         if not self._path.exists():
             self.write()
         descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECT)
@@ -196,7 +195,7 @@ class _Raw:
             os.close(descriptor)
 
     def read_one(self, nbytes: int) -> float:
-        """Return the microseconds to read so many bytes, whole pages, in one go."""
+        """Return the microseconds to read ``nbytes``, rounded up to pages, in one call."""
         if not self._path.exists():
             self.write()
         whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -213,7 +212,7 @@ def _key(number: int) -> str:
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases; a folder lives as long as its cases run."""
+    """Yield the cases; each folder exists as long as its cases run."""
     total_bytes = QUICK_TOTAL_BYTES if quick else TOTAL_BYTES
     for size in QUICK_SIZES if quick else SIZES:
         disk = _Disk(size, total_bytes)

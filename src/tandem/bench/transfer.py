@@ -1,29 +1,30 @@
 """`tandem bench transfer`: transfers to another process of this machine, by transport and size.
 
-Cases are ``transport=tcp|shm|cma|best op=read|write size=BYTES batch=COUNT walk=no|yes``,
-microseconds a batch; ``walk`` goes over a gibibyte instead of one place, ``best`` leaves the choice
-to the engine. ``workload=kv`` is the cache of a prompt of 4K tokens: 61 layers of 32 blocks of 144
-KiB, each as 128 and 16. Batches are prepared. Bytes are compared before a time counts.
+Cases are ``transport=tcp|shm|cma|best op=read|write size=BYTES batch=COUNT walk=no|yes``, in
+microseconds per batch. ``walk=yes`` moves through a gibibyte instead of using one place; ``best``
+lets the engine choose the transport. ``workload=kv`` is the KV cache of a prompt of 4K tokens: 61
+layers of 32 blocks of 144 KiB, each moved as 128 KiB and 16 KiB. Batches are prepared. Bytes are
+compared before a time counts, and all memory is touched before.
 
-The ceiling of tcp is a plain blocking socket to the same process, one request and one confirmation
-a batch, at the places that ours uses; with peers iperf3 from a mebibyte on (both with the
-congestion control that is fastest inside a host: see `docs/design/transfer/transfer.md`). That of
-the others is a memcpy of as many bytes. iperf3 sends and receives one buffer of 128 KiB again and
-again, which stays in a CPU's own cache; the plain socket takes all bytes of a batch from their
-place to their place, and so is reported beside it, as ``keeping socket``: whoever keeps what comes
-has that limit. The baseline is the ceiling, or, with peers, the best of them, each in processes of
-its own and measured in turns with ours: Mooncake's engine over tcp (with TENT too, where the wheel
-has it) and NIXL, as it comes for the same host and with ``UCX_TLS=tcp`` for tcp. All memory was
-touched before.
+The ceiling of tcp is a plain blocking socket to the same process, with one request and one
+confirmation per batch, at the same addresses as ours; with peers, iperf3 for a mebibyte and more.
+Both use the congestion control that is fastest inside a host (see
+`docs/design/transfer/transfer.md`). The ceiling of the other transports is a memcpy of as many
+bytes. iperf3 sends and receives one buffer of 128 KiB repeatedly, which stays in a CPU cache. The
+plain socket moves all bytes of a batch from source to destination, so its figure is reported too,
+as ``keeping socket``: it is the limit for a receiver that keeps the data. The baseline is the
+ceiling or, with peers, the best of the rivals, each in processes of its own and measured in turn
+with ours: Mooncake's engine over TCP (also with TENT, if the wheel has it) and NIXL, with its
+default for the same host or ``UCX_TLS=tcp``.
 
-``polling=no`` is ours without polling. What two processes that sleep can reach is shown by plain
-sockets that sleep as well, between the same two processes (``blocking sockets``); the rivals are as
-they are, and poll. Where the system puts the two decides more than either: a wake-up on another
-core, which has halted, costs several times one on the same. So there are three cases of each:
-where the system puts them, ``cores=one`` with both on one core, ``cores=two`` with a core for each;
-rivals go where the system puts them.
+``polling=no`` is ours without polling. Plain sockets that sleep too, between the same two processes
+(``blocking sockets``), show the limit of two sleeping processes; the rivals always poll. The
+placement of the two processes matters more than either: waking a process on another, halted core
+takes several times as long as on the same core. There are therefore three cases: cores chosen by
+the system, ``cores=one`` with both processes on one core, and ``cores=two`` with one core each. The
+system always chooses the cores of rivals.
 
-``tags=gmac|hmac`` is ours with keyed tags, as between two hosts; its baseline is ours without,
+``tags=gmac|hmac`` is ours with keyed tags, as between two hosts; its baseline is ours without tags,
 between the same two processes.
 
 ``workload=call size=BYTES`` is a call and its answer between two Python processes; its baseline is
@@ -66,30 +67,32 @@ SIZES = (4096, 65_536, 2**20, 2**24, 2**26, 2**28)
 QUICK_SIZES = (4096, 2**20, 2**24)
 BATCHES = (1, 256)
 MAX_PREPARED = 64
-"""Places that a walk has batches for: enough that no cache holds them."""
+"""Most batches prepared for a walk: together they exceed every cache."""
 MEASURE_S = 0.02
-"""A measurement repeats short batches until it has lasted this long."""
+"""Shortest measurement in seconds: short batches are repeated until it has passed."""
 KV_LAYERS, KV_BLOCKS, KV_PARTS = 61, 32, (128 * 1024, 16 * 1024)
 MOONCAKE = ("mooncake-transfer-engine-non-cuda==0.3.13", "numpy>=1.26")
 NIXL = ("nixl-cu12==1.5.1", "numpy>=1.26")
 IPERF_BYTES = 256 * 2**20
 IPERF_FROM_BYTES = 2**20
-"""A measurement of iperf3 moves this much; for less than that its streams have no meaning."""
+"""Bytes that one iperf3 measurement moves; with fewer, iperf3's rate means nothing."""
 CALL_SIZES = (200, 65_536)
 TAGGED = ((2**20, 1), (2**24, 1), (65_536, 256))
-"""Size and batch of the cases with tags."""
+"""(size in bytes, batch) of the cases with tags."""
 
 UNPACED = b"reno"
-"""Congestion control of the ceilings: one that paces, like BBR, halves what loopback carries."""
+"""Congestion control of the ceilings: an algorithm that paces, such as BBR, halves the rate on
+loopback.
+"""
 
 TransportChoice = Literal["tcp", "shm", "cma", "best"]
 
 POLLING_SIZES = (4096, 65_536)
-"""Sizes at which polling matters."""
+"""Sizes in bytes at which polling makes a difference."""
 
 Cores = Literal["any", "one", "two"]
-"""Cores on which both processes of a pair may run: as the system likes, on one core, on one
-each."""
+"""Placement of a pair's two processes: chosen by the system, both on one core, or on one core each.
+"""
 
 SERVER = """
 import socket, sys, threading
@@ -131,7 +134,8 @@ while head := peer.recv(24, socket.MSG_WAITALL):
 
 
 class _Pair:
-    """This process and a child that offers memory, by our engine and by a plain socket."""
+    """This process and a child that offers memory, connected by our engine and by a plain socket.
+    """
 
     def __init__(self, buffer_bytes: int, *, has_polling: bool = True) -> None:
         self.secret = secret = secrets.token_urlsafe(32)
@@ -170,10 +174,11 @@ class _Pair:
     def prepare(
         self, op: Op, parts: list[tuple[int, int]], transport: TransportChoice
     ) -> PreparedBatch:
-        """Make a batch ready: a transfer for each (place, length), at the same place on both sides.
+        """Prepare a batch with a transfer for each (offset, length), the same offset on both sides.
 
-        cma reaches ordinary memory, as rivals offer it: memory to be mapped is faster by shm, and
-        where the system gives it no huge pages, the kernel looks up each of its small ones.
+        cma accesses ordinary memory, as rivals offer it, instead of mapped memory: for mapped
+        memory shm is faster, and cma would look up each small page if the system provides no huge
+        pages.
         """
         far = self.plain if transport == "cma" else self.remote
         transfers = [
@@ -183,7 +188,7 @@ class _Pair:
         return self.engine.prepare(transfers, transport=None if transport == "best" else transport)
 
     def move_plain(self, op: Op, at: int, size: int) -> None:
-        """Move ``size`` bytes over the plain socket, at the same place on both sides."""
+        """Move ``size`` bytes over the plain socket, at offset ``at`` on both sides."""
         head = b"".join(word.to_bytes(8, "little") for word in (int(op), at, size))
         view = self.scratch.data[at : at + size]
         if op == Op.READ:
@@ -199,14 +204,14 @@ class _Pair:
             self.socket.recv(1)
 
     def on_cores(self, cores: Cores) -> contextlib.AbstractContextManager[None]:
-        """Keep both processes there."""
+        """Pin both processes to cores inside the block."""
         if cores == "any":
             return contextlib.nullcontext()
         first, second, *_ = sorted(os.sched_getaffinity(0))
         return on_cores({os.getpid(): first, self.child.pid: first if cores == "one" else second})
 
     def with_tags(self, stack: contextlib.ExitStack, tags: Literal["always", "hmac"]) -> "_Pair":
-        """Return the same two processes and memory over connections with tags; see ``tags``."""
+        """Return the same two processes and memory over connections with keyed tags."""
         other = copy.copy(self)
         other.engine = TransferEngine(TransferConfig(secret=self.secret, tags=tags))
         stack.callback(other.engine.close, deadline_s=5)
@@ -226,7 +231,9 @@ class _Pair:
 
 
 class _Rival:
-    """Two processes of a rival, one offers, one moves; they start with the first measurement."""
+    """Two processes of a rival, one that offers memory and one that moves bytes; started for the
+    first measurement.
+    """
 
     def __init__(
         self,
@@ -259,7 +266,7 @@ class _Rival:
             raise PeerLostError("bench.start", "the peer moved other bytes than it was given")
 
     def measure_us(self, op: Op, batches: list[list[tuple[int, int]]]) -> float:
-        """Microseconds a batch; each is a list of (place, length)."""
+        """Return the microseconds per batch; each batch is a list of (offset, length)."""
         if not self._processes:
             self._start()
         for process in self._processes:
@@ -279,7 +286,7 @@ class _Rival:
 
 
 class _Iperf:
-    """iperf3 on loopback, paced as by default and not paced: what a stream carries at best."""
+    """iperf3 on loopback, with the default congestion control and with one that does not pace."""
 
     def __init__(self, stack: contextlib.ExitStack, program: str) -> None:
         self._program = program
@@ -292,7 +299,7 @@ class _Iperf:
         stack.callback(server.kill)
 
     def time_us(self, size: int) -> float:
-        """Microseconds for so many bytes, at the rate of the faster of two streams measured now."""
+        """Return the microseconds for ``size`` bytes, at the faster of two rates measured now."""
         return min(
             self._time_stream_us(size, ()), self._time_stream_us(size, ("-C", UNPACED.decode()))
         )
@@ -310,12 +317,12 @@ class _Iperf:
                 if "sum_received" in end:
                     return size * 8e6 / end["sum_received"]["bits_per_second"]
             said = done.stdout
-            time.sleep(0.1)  # It listens soon, or is busy with the end of the last stream.
+            time.sleep(0.1)  # The server is not listening yet, or is still ending the last stream.
         raise PeerLostError("bench.iperf3", said.decode(errors="replace")[-300:])
 
 
 class _Rivals:
-    """The rivals and the ceiling that are not ours."""
+    """The rivals, and the ceiling measured with iperf3."""
 
     def __init__(self, stack: contextlib.ExitStack, buffer_bytes: int) -> None:
         def rival(name: str, needs: tuple[str, ...], script: str, **settings: str) -> _Rival:
@@ -337,8 +344,8 @@ class _Rivals:
 
 
 def _has_tent(python: Path) -> bool:
-    """Return True if the engine of this venv was built with it: the names of its namespace are
-    there.
+    """Return True if this venv's engine was built with TENT: names of TENT's C++ namespace are in
+    its binary.
     """
     engines = python.parents[1].glob("lib/python*/site-packages/mooncake/engine*.so")
     return any(b"8mooncake4tent" in engine.read_bytes() for engine in engines)
@@ -348,8 +355,8 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
     """Yield the cases; the processes live as long as the iteration.
 
     Args:
-        quick: few sizes, one place, 64 MiB.
-        with_peers: the baseline is the best rival; all are installed if need be.
+       quick: few sizes, one place, 64 MiB.
+       with_peers: the baseline is the best rival; all are installed if need be.
     """
     buffer_bytes = QUICK_BUFFER_BYTES if quick else WALK_BUFFER_BYTES
     with contextlib.ExitStack() as stack:
@@ -405,7 +412,8 @@ def _make_case(
 def _make_still_case(
     pair: _Pair, peers: _Rivals | None, op: Op, size: int, cores: Cores
 ) -> BenchCase:
-    """Ours and plain sockets, both asleep until an answer comes, on ``cores``."""
+    """Return a case of ours and plain sockets, both sleeping until an answer arrives, on ``cores``.
+    """
     case = _Comparison(pair, "tcp", op, [[(0, size)]])
 
     def measure(function: Callable[[], float]) -> float:
@@ -444,7 +452,9 @@ def _make_tagged_case(pair: _Pair, tagged: _Pair, op: Op, size: int, count: int)
 def _make_kv_case(
     pair: _Pair, peers: _Rivals | None, transport: TransportChoice, op: Op
 ) -> BenchCase:
-    """Blocks lie apart, as a cache has them: nothing can be merged."""
+    """Return a case of KV blocks that lie apart in memory, as in a cache, so that none can be
+    merged.
+    """
     parts, at = [], 0
     for _ in range(KV_LAYERS * KV_BLOCKS):
         for size in KV_PARTS:
@@ -513,7 +523,7 @@ def _list_rivals(
 
 
 class _Comparison:
-    """Ours, the ceiling and the check of the same batches, submitted in turn."""
+    """Ours, the ceiling and the check on the same batches, submitted in turn."""
 
     def __init__(
         self,
@@ -538,7 +548,7 @@ class _Comparison:
         if self._prepared is None:
             prepare = partial(self._pair.prepare, self._op, transport=self._transport)
             batches = [prepare(parts) for parts in self._batches]
-            for batch in batches:  # The first touch of a page that is mapped has a cost of its own.
+            for batch in batches:  # The first access to a mapped page has a cost of its own.
                 batch.submit().wait()
             self._prepared = cycle(batches)
         return _measure_us(lambda: next(self._prepared).submit().wait())  # type: ignore[arg-type]

@@ -1,1 +1,2 @@
-"""Clients of any server of OpenAI's API: loads, what they send, and the figures of a run."""
+"""Clients for any server with OpenAI's API: loads, the sending of them, and the figures of a run.
+"""

@@ -1,4 +1,4 @@
-"""Sends a load to a server of OpenAI's API, and notes when each event came."""
+"""Sends a load to a server with OpenAI's API and records when each event arrives."""
 
 import asyncio
 import contextlib
@@ -20,24 +20,28 @@ Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_ERROR_CHARS = 200
 _MAX_OPENED = 512
-"""Connections that are opened, and requests that are encoded, before a run; others in it."""
+"""Connections opened, and requests encoded, before a run starts; any beyond this are made during
+the run.
+"""
 _OPEN_TIMEOUT_S = 10.0
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server, and how requests to it look."""
+    """A server and the form of the requests that are sent to it."""
 
     base_url: str
-    """Without ``/v1``."""
+    """The server's base URL, without ``/v1``."""
     model: str = ""
-    """Empty asks the server for its first."""
+    """Model name in requests; if empty, the first model that the server lists."""
     endpoint: Endpoint = "completions"
     api_key: str = ""
     timeout_s: float = 600.0
-    """Between two events of a stream."""
+    """Longest wait between two events of a stream, in seconds."""
     temperature: float = 0.0
     ignores_eos: bool = True
-    """Ask for exactly the tokens of the load, as the clients of SGLang and vLLM do."""
+    """True if the model must not stop early: answers get exactly the load's lengths, as SGLang's
+    and vLLM's clients ask for.
+    """
     extra_body: dict[str, Any] = {}
 
 
@@ -45,9 +49,9 @@ class LoadClient:
     """Runs conversations against a target. Used by one event loop.
 
     Args:
-        target: the server.
-        max_concurrency: requests under way at most; None is any number.
-        on_done: told of each request that ended.
+       target: the server.
+       max_concurrency: most requests under way at once; None means no limit.
+       on_done: called with the record of each request that ended.
     """
 
     def __init__(
@@ -85,9 +89,10 @@ class LoadClient:
         await self._http.aclose()
 
     async def find_model(self) -> str:
-        """Return the model that requests name: the target's, or the server's first.
+        """Return the model that requests name: the target's, or else the first that the server
+        lists.
 
-        Raises: PeerLostError (nobody answers); ConfigError (it lists no models).
+        Raises: PeerLostError (the server does not answer); ConfigError (it lists no models).
         """
         if self._model:
             return self._model
@@ -117,10 +122,11 @@ class LoadClient:
         """Send all conversations; return a record of every request, in order of the load.
 
         Args:
-            conversations: a trace's go by their own arrivals.
-            arrivals: seconds from now at which each of the others begins.
+           conversations: those read from a trace have arrival times of their own.
+           arrivals: seconds from now at which each conversation without an arrival time begins.
 
-        Raises: as ``find_model``. What one request does wrong is in its record.
+        Raises: the errors of ``find_model``. The failure of a single request is noted in its
+        record.
         """
         await self.find_model()
         await self._open_connections(len(conversations))
@@ -210,7 +216,7 @@ class LoadClient:
         return records
 
     def _make_request(self, turn: Turn, history: list[dict[str, str]]) -> httpx.Request:
-        """Return a request that is encoded already, which takes time where prompts are long."""
+        """Return an encoded request: encoding long prompts takes time that must not be measured."""
         body = self._make_body(turn, history)
         return self._http.build_request("POST", PATHS[self.target.endpoint], json=body)
 
@@ -271,7 +277,7 @@ class LoadClient:
             history.append({"role": "assistant", "content": record.text})
 
     async def _read(self, answer: httpx.Response, record: RequestRecord) -> None:
-        """Take the events of a stream into the record."""
+        """Read the events of a stream into the record."""
         is_done, counted = False, None
         async for line in answer.aiter_lines():
             if not line.startswith("data:"):
@@ -304,7 +310,7 @@ class LoadClient:
 
 
 def _read_text(choice: dict[str, Any]) -> str:
-    """Return all text of a choice: an answer's, or reasoning's."""
+    """Return all text of a choice, both of the answer and of the reasoning."""
     delta = choice.get("delta") or {}
     parts = (choice.get("text"), delta.get("reasoning_content"), delta.get("content"))
     return "".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""A run as text, with the labels that SGLang's client made common, and as a picture."""
+"""The figures of a run as text, with the labels of SGLang's benchmark client, and as a picture."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ WIDTH = 50
 
 
 def render_report(report: LoadReport) -> str:
-    """Return the block of figures."""
+    """Return the figures of a run as a block of text."""
     return "\n".join(_list_lines(report))
 
 

@@ -1,4 +1,4 @@
-"""The number of users that a server gives a rate of tokens each: the question of a purchase."""
+"""A search for the most concurrent users to whom a server gives a required token rate each."""
 
 from collections.abc import Awaitable, Callable
 
@@ -8,27 +8,33 @@ __all__ = ["UserSearch", "find_users"]
 
 
 class UserSearch(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a search."""
+    """Result of a search for the number of users."""
 
     users: int
-    """The most users that all got the rate; 0 where one does not."""
+    """The largest number of users at which the slow users still got the rate; 0 if one user did
+    not.
+    """
     tokens_per_s: float
-    """Tokens a second of the slow users (10th percentile) at that number; of one where it is 0."""
+    """Tokens per second of the slow users (10th percentile) at ``users`` users, or at one user if
+    that is 0.
+    """
     tried: dict[int, float]
-    """The same for every number that was tried."""
+    """Tokens per second of the slow users (10th percentile), by the number of users tried."""
     is_limited: bool
-    """True if the search ended at the most users it may try, and more may be served."""
+    """True if even the largest allowed number of users got the rate, so that the server may serve
+    more.
+    """
 
 
 async def find_users(
     measure: Callable[[int], Awaitable[float]], *, slo_tps: float, most: int
 ) -> UserSearch:
-    """Find the most users at once that get a rate, by doubling and then by halves.
+    """Find the most concurrent users that all get a token rate, by doubling and then bisection.
 
     Args:
-        measure: returns the tokens a second that the slow ones of so many users got.
-        slo_tps: the rate.
-        most: users to try at most.
+       measure: takes a number of users; returns the tokens per second of the slow ones.
+       slo_tps: the required tokens per second of a user.
+       most: the largest number of users to try.
     """
     tried: dict[int, float] = {}
 

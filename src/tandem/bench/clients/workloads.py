@@ -1,7 +1,7 @@
-"""The loads of ``tandem bench serve``: what is sent, in which order, and when.
+"""The loads of ``tandem bench serve``: prompts, their order and their arrival times.
 
-A load is a list of conversations; one of one turn is a plain request. Prompts are token ids where
-the length has to be exact, text where a file gives it. Everything follows from the seed.
+A load is a list of conversations; a conversation of one turn is a plain request. Prompts are token
+ids if their length has to be exact, and text if a file gives it. The same seed gives the same load.
 """
 
 import itertools
@@ -40,53 +40,57 @@ WORDS = ("time", "way", "year", "work", "day", "life", "world", "house", "place"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request."""
+    """One request of a conversation."""
 
     prompt: list[int] | str
-    """Token ids, or text that is said in this turn."""
+    """Token ids, or the text of the user's message in this turn."""
     output_length: int
 
 
 @dataclass(slots=True)
 class Conversation:
-    """Requests that follow each other."""
+    """Requests of which each is sent after the answer to the one before."""
 
     turns: list[Turn]
     arrival_s: float | None = None
-    """Seconds from the start at which the first is due; None is by the rate."""
+    """Seconds from the start of the run at which the first turn is due; None leaves it to the
+    request rate.
+    """
     history: list[dict[str, str]] = field(default_factory=list)
-    """Messages so far, of conversations in text."""
+    """Messages before the first turn, for conversations in text."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdRange:
-    """The token ids that prompts are drawn from: ordinary ones of the model's vocabulary."""
+    """The range of token ids that prompts are drawn from: ordinary tokens of the model's
+    vocabulary.
+    """
 
     first: int = 300
     last: int = 999
 
     def draw(self, generator: np.random.Generator, count: int) -> list[int]:
-        """Return ``count`` ids."""
+        """Return ``count`` random ids of the range."""
         return generator.integers(self.first, self.last + 1, count).tolist()
 
 
 def _draw_length(generator: np.random.Generator, most: int, ratio: float) -> int:
-    """Return a length between ``ratio`` times the most and the most."""
+    """Return a random length between ``ratio * most`` and ``most``."""
     return int(generator.integers(max(1, int(most * ratio)), most + 1))
 
 
 def make_random(
     count: int, input_length: int, output_length: int, *, ratio: float, ids: IdRange, seed: int
 ) -> list[Conversation]:
-    """Return requests of random tokens.
+    """Return requests with prompts of random tokens.
 
     Args:
-        count: of requests.
-        input_length: tokens of a prompt at most.
-        output_length: tokens of an answer at most.
-        ratio: lengths are drawn between this share of the most and the most; 1 is always the most.
-        ids: of the tokens.
-        seed: of all that is drawn.
+       count: number of requests.
+       input_length: longest prompt, in tokens.
+       output_length: longest answer, in tokens.
+       ratio: lengths are drawn between this share of the longest and the longest; 1 fixes them.
+       ids: token ids to draw from.
+       seed: seed of all random choices.
     """
     generator = np.random.default_rng(seed)
     return [
@@ -112,7 +116,7 @@ def make_shared_prefix(
     ids: IdRange,
     seed: int,
 ) -> list[Conversation]:
-    """Return requests in groups that share a prefix, groups mixed."""
+    """Return requests of several groups in random order; requests of a group share a prefix."""
     generator = np.random.default_rng(seed)
     made: list[Conversation] = []
     for _ in range(groups):
@@ -126,7 +130,7 @@ def make_shared_prefix(
 def make_multi_turn(
     conversations: int, turns: int, *, question_length: int, output_length: int, seed: int
 ) -> list[Conversation]:
-    """Return chats whose next message waits for the answer before; messages are plain words."""
+    """Return chats in plain words, in which each message is sent after the answer before it."""
     generator = np.random.default_rng(seed)
     return [
         Conversation(
@@ -149,16 +153,16 @@ def _read_json(path: Path) -> Any:
 
 
 def read_sharegpt(path: Path, count: int, *, output_length: int, seed: int) -> list[Conversation]:
-    """Return the first questions of a ShareGPT file, drawn without repetition.
+    """Return the first questions of a ShareGPT file's conversations, in random order, none twice.
 
     Args:
-        path: a JSON list of objects with ``conversations``, or ``conversation``, each a list of
-            ``{"from", "value"}``.
-        count: of requests at most.
-        output_length: tokens to ask for.
-        seed: of the order.
+       path: a JSON list of objects with ``conversations``, or ``conversation``, each a list of
+           ``{"from", "value"}``.
+       count: most requests to return.
+       output_length: tokens to ask for.
+       seed: seed of the order.
 
-    Raises: NotFoundError; ConfigError (no such file, or none of its rows has a question).
+    Raises: NotFoundError (no such file); ConfigError (no row has a question).
     """
     rows = _read_json(path)
     texts = [text for row in rows if (text := _find_question(row))] if type(rows) is list else []
@@ -235,12 +239,12 @@ def make_trace(
 
 
 def draw_arrivals(count: int, rate: float | None, seed: int) -> list[float]:
-    """Return when each conversation begins: a Poisson process, or all at 0 where there is no rate.
+    """Return the start of each conversation in seconds: a Poisson process, or all 0 without a rate.
 
     Args:
-        count: of conversations.
-        rate: a second.
-        seed: of the process.
+       count: number of conversations.
+       rate: conversations per second; None starts all at once.
+       seed: seed of the process.
     """
     if rate is None:
         return [0.0] * count

@@ -30,10 +30,10 @@ __all__ = ["make_cases"]
 
 BLOCK_SIZE = 64
 COLD_BYTES = 160 << 20
-"""Layers in turn hold at least this much, several times what a cache does."""
+"""Layers measured in turn hold at least this many bytes, several times the size of a cache."""
 DRAWN_TOKENS = 1 << 14
 ROW_BYTES = 2 + 2 + 2 + 4
-"""Bytes of a number of keys and values: drawn, in blocks, and the rival's two."""
+"""Bytes per element of keys and values: as drawn, in our blocks, and in the rival's two copies."""
 SPARE_BYTES = 1 << 30
 ERRORS = {"bf16": 0.01, "int8": 0.02, "fp8": 0.06}
 """The largest relative error of a result against float32, on Gaussian queries, keys and values."""
@@ -59,12 +59,14 @@ SHAPES = {
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory for KV as a server has it."""
+    """Return memory for KV, allocated as a server allocates it."""
     return CPU.allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 class _Layers:
-    """Blocks of several layers with drawn keys and values, [layers, C, kinds * K, d] gathered."""
+    """Paged blocks of several layers with random keys and values; gathered, [layers, C, kinds * K,
+    d].
+    """
 
     def __init__(self, shape: _Shape, context: int, kv: str) -> None:
         blocks = -(-context // BLOCK_SIZE)
@@ -99,7 +101,7 @@ class _Layers:
 
 
 class _Case:
-    """The last ``tokens`` of one sequence of ``context``."""
+    """Attention of the last ``tokens`` tokens of one sequence of ``context`` tokens."""
 
     def __init__(self, kind: str, kv: str, tokens: int, context: int) -> None:
         self.shape, self.kv, self.tokens, self.context = SHAPES[kind], kv, tokens, context
@@ -115,16 +117,16 @@ class _Case:
 
     @property
     def num_macs(self) -> int:
-        """Multiply-adds of products that causality leaves."""
+        """Multiply-adds of the products, without those that the causal mask removes."""
         pairs = self.tokens * (self.context - self.tokens) + self.tokens * (self.tokens + 1) // 2
         return pairs * self.shape.heads * (self.shape.key_dim + self.shape.value_dim)
 
     def _find_lack(self) -> str:
-        """Return what is missing to run the case; nothing where all is there."""
+        """Return the reason why the case cannot run here; empty if it can."""
         shape = self.shape
         items = self.context * shape.kv_heads * shape.key_dim * (1 if shape.is_latent else 2)
         # A short context is measured on several layers in turn, which together exceed the caches; a
-        # long context on one layer. The larger of both sizes is needed.
+        # long context on one layer. Enough memory is needed for the larger of the two.
         needed = max(items * ROW_BYTES, 5 * COLD_BYTES) + SPARE_BYTES
         free = _native.read_topology().memory_available_bytes
         return "" if needed <= free else f"needs {needed >> 20} MiB of memory, {free >> 20} free"
@@ -151,7 +153,7 @@ class _Case:
             self.rivals[dtype] = [self._gather(i, dtype) for i in range(min(layers.count, 8))]
 
     def _gather(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q [1, H, n, d], keys and values [1, K, C, d]."""
+        """Return layer's q [1, H, n, d] and its keys and values [1, K, C, d]."""
         rows = self.layers.kv[layer].to(dtype).transpose(0, 1)[None]
         keys = rows[:, : self.shape.kv_heads].contiguous()
         values = keys[..., : self.shape.value_dim]
@@ -161,7 +163,7 @@ class _Case:
 
     @torch.inference_mode()
     def run_rival(self, layer: int, dtype: torch.dtype) -> Tensor:
-        """Return [n, H, d]."""
+        """Return the rival's result, [n, H, d]."""
         q, keys, values = self.rivals[dtype][layer]
         n, context = self.tokens, self.context
         if self.shape.is_latent:

@@ -55,13 +55,13 @@ SHAPES = {
 }
 QUICK_SHAPES = ("qwen3.6-35b-a3b",)
 ROWS = ((1, 1), (16, 1), (1, 64), (1, 2048))
-"""Sequences, and tokens of each."""
+"""Batches as (sequences, tokens per sequence)."""
 COLD_BYTES = 160 << 20
 OPERATIONS = 4
-"""On each element of a state, a token: decay, update, and two sums."""
+"""Float operations per element of the state and token: the decay, the update, and two sums."""
 CHECKED_TOKENS = 48
 LARGEST_ERROR = 0.02
-"""Relative, of bfloat16 results against float32."""
+"""Largest relative error of bfloat16 results against float32."""
 
 
 class _Case:

@@ -42,16 +42,20 @@ __all__ = ["Decode", "Layers", "Shape", "describe_step", "make_cases"]
 
 DTYPE = torch.bfloat16
 PACKED_EXPERTS = 8
-"""Experts whose numbers differ; the others are these, scaled, so that packing takes seconds."""
+"""Experts with weights of their own; all others are scaled copies of these, so that packing takes
+seconds.
+"""
 MAX_UPLOADS = 4
 DEVICE_CALLS = ("run", "copy", "call_host", "launch")
 MAX_LOGIT = 1e4
 MAX_ERROR = 0.03
-"""Error of a result beside its norm: bfloat16 on one side, coded activations on the other."""
+"""Largest norm of an error relative to the result's: ours has quantised activations, the other side
+bfloat16.
+"""
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer, and how many there are."""
+    """Sizes of a layer, and the number of layers."""
 
     name: str
     hidden: int
@@ -59,9 +63,11 @@ class Shape(NamedTuple):
     num_experts: int
     top_k: int
     attention: int
-    """Outputs of the product that stands for attention; its weights are twice hidden times it."""
+    """Outputs of the product that stands for attention; it has twice ``hidden * attention``
+    weights.
+    """
     shared: int = 0
-    """Inner size of the shared experts."""
+    """Inner size of the shared experts; 0 if there are none."""
     num_layers: int = 8
     batches: tuple[int, ...] = (1, 4, 16)
     prompts: tuple[int, ...] = (2048, 8192)
@@ -77,7 +83,7 @@ TINY_FORMATS = ("int8g32", "int4g32")
 
 
 class _Layer(nn.Module):
-    """A layer by its number."""
+    """A module that only carries the number of its layer."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -85,7 +91,7 @@ class _Layer(nn.Module):
 
 
 class _Choice(NamedTuple):
-    """The same as ``ExpertChoice``, of layers that are matrices."""
+    """An ``ExpertChoice`` for these layers, which are plain matrices."""
 
     x: Buffer
     ids: Buffer
@@ -93,12 +99,12 @@ class _Choice(NamedTuple):
 
 
 class Layers:
-    """Random layers: what is on the device, and experts on the host.
+    """Random layers: experts in the host's memory, everything else on the device.
 
     Args:
-        device: has all but routed experts.
-        shape: of the layers.
-        format_name: of routed experts on the host.
+       device: holds all but the routed experts.
+       shape: sizes of the layers.
+       format_name: weight format of the routed experts on the host.
     """
 
     def __init__(self, device: Device, shape: Shape, format_name: str) -> None:
@@ -121,9 +127,11 @@ class Layers:
         self.modules = [_Layer(number) for number in numbers]
 
     def _draw_experts(self, chance: torch.Generator) -> Tensor:
-        """Return what is added to the router's logits, float32 [tokens, E]: it decides the choice.
+        """Return random numbers to add to the router's logits, float32 [tokens, E], so large that
+        they decide the choice.
 
-        Random routers have near ties, which roundings would turn: another expert, other results.
+        The logits of a random router nearly tie, so a rounding would choose another expert and
+        change the result.
         """
         shape = self.shape
         num_rows = max(*shape.batches, *shape.prompts)
@@ -158,7 +166,7 @@ class Layers:
 
     @cached_property
     def staged(self) -> list[Tensor]:
-        """The same by layer in staging memory, uint8 [E, bytes]."""
+        """Packed experts of each layer in staging memory, uint8 [E, bytes]."""
         made: list[Tensor] = []
         for loads in self.unpacked:
             size = loads.expert_bytes
@@ -170,11 +178,11 @@ class Layers:
 
     @cached_property
     def there(self) -> list[Tensor]:
-        """The same on the device."""
+        """Packed experts of each layer on the device, uint8 [E, bytes]."""
         return [memory.to(self.place) for memory in self.staged]
 
     def choose(self, number: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Run what comes before the experts; return their input, ids and weights."""
+        """Run the layer up to its experts; return the experts' input, ids and weights."""
         first, second = self.mixers[number]
         x.add_((x @ first) @ second, alpha=0.3)
         h = torch.rms_norm(x, x.shape[-1:])
@@ -183,13 +191,14 @@ class Layers:
         return h, ids, torch.softmax(logits.gather(1, ids), -1)
 
     def add_shared(self, number: int, x: Tensor, h: Tensor) -> None:
-        """Add the experts that every token uses."""
+        """Add the output of the shared experts to ``x``."""
         first, second = self.shared[number]
         x.add_(torch.relu(h @ first) @ second)
 
 
 class _Step:
-    """A decode step of these layers; see ``LayeredStep``. Its memory stays where it is."""
+    """A decode step of these layers (see ``LayeredStep``), in memory whose addresses do not change.
+    """
 
     def __init__(self, layers: Layers, num_deferred: int) -> None:
         self._layers, self._num_deferred = layers, num_deferred
@@ -223,7 +232,9 @@ class _Step:
         """See ``LayeredStep``."""
 
     def split(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Divide choices as ``StepRouting`` does, all tokens being of answers."""
+        """Divide choices into immediate and deferred ones as ``StepRouting`` does for decoded
+        tokens.
+        """
         if self._number == self._layers.shape.num_layers - 1:
             return ids, None
         rows = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -231,7 +242,8 @@ class _Step:
 
 
 def compute_plainly(layers: Layers, x: Tensor, num_deferred: int = 0) -> Tensor:
-    """Return the layers' output, one part after the other, experts on the host; [T, D]."""
+    """Return the layers' output [T, D], computed one part after the other with experts on the host.
+    """
     x = x.to(layers.place).clone()
     step, late = _Step(layers, num_deferred), None
     for module, experts in zip(layers.modules, layers.experts, strict=True):
@@ -248,20 +260,21 @@ def compute_plainly(layers: Layers, x: Tensor, num_deferred: int = 0) -> Tensor:
 
 
 def measure_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference beside that of ``wanted``."""
+    """Return the norm of the difference divided by the norm of ``wanted``."""
     return ((found.float() - wanted.float()).norm() / wanted.float().norm()).item()
 
 
 class Decode:
-    """Decode steps of ours, and of the rivals.
+    """Decode steps of ours.
 
     Args:
-        layers: random ones.
-        batch: tokens.
-        is_captured: whether steps are graphs.
-        num_deferred: experts of a token.
-        is_uploading: whether some experts are uploaded.
-        is_caching: whether those stay on the device, in slots for half of a layer's.
+       layers: random layers.
+       batch: tokens of a step.
+       is_captured: True runs steps as captured graphs.
+       num_deferred: deferred experts per token.
+       is_uploading: True uploads some experts to the device.
+       is_caching: True keeps uploaded experts on the device, in slots for half of a layer's
+           experts.
     """
 
     def __init__(
@@ -306,7 +319,7 @@ class Decode:
         )
 
     def close(self) -> None:
-        """End the thread of the experts."""
+        """End the thread that computes the experts."""
         self._decoder.close()
 
     def run(self) -> Tensor:
@@ -317,7 +330,7 @@ class Decode:
         return self._hidden
 
     def check(self) -> str:
-        """Compare two steps with the layers one after the other."""
+        """Compare two steps with the same layers computed one part after the other."""
         wanted = compute_plainly(self.layers, self.x, self.num_deferred)
         for _ in range(2):
             error = measure_error(self.run().cpu(), wanted)
@@ -358,7 +371,9 @@ class Everything:
 def _multiply_gathered(
     shape: Shape, memory: Tensor, h: Tensor, ids: Tensor, shares: Tensor
 ) -> Tensor:
-    """Return the experts' sum; their weights are copied together, and no value is looked at."""
+    """Return the experts' sum; the chosen weights are gathered in one copy, without reading ids on
+    the host.
+    """
     half = 2 * shape.inner * shape.hidden
     numbers = memory.view(DTYPE).view(-1, 3 * shape.inner * shape.hidden)
     chosen = numbers.index_select(0, ids.flatten())
@@ -371,7 +386,9 @@ def _multiply_gathered(
 
 
 class Offload:
-    """All experts in bfloat16 in the host's memory; a layer's chosen ones are copied before it."""
+    """The rival with all experts in bfloat16 in host memory; the chosen ones of a layer are copied
+    to the device before it.
+    """
 
     def __init__(self, layers: Layers, x: Tensor) -> None:
         self._layers, self._x = layers, x
@@ -398,11 +415,11 @@ class Offload:
 
 
 class Prompt:
-    """A step of many tokens: experts streamed to the device, or computed on the host.
+    """A prefill step: experts are streamed to the device or computed on the host.
 
     Args:
-        layers: random ones.
-        num_tokens: of the step.
+       layers: random layers.
+       num_tokens: tokens of the step.
     """
 
     def __init__(self, layers: Layers, num_tokens: int) -> None:
@@ -413,7 +430,7 @@ class Prompt:
         self._stream = ExpertStream(layers.device, loads)
 
     def close(self) -> None:
-        """End the thread that brings experts."""
+        """End the thread that streams experts."""
         self._stream.close()
 
     def run(self, *, is_streamed: bool = True) -> Tensor:
@@ -432,13 +449,13 @@ class Prompt:
         return x.cpu()
 
     def check(self) -> str:
-        """Compare both ways."""
+        """Compare streamed experts with those computed on the host."""
         error = measure_error(self.run(), self.run(is_streamed=False))
         return "ok" if error < MAX_ERROR else f"off by {error:.3f} of the norm"
 
 
 def count_calls(device: Device, work: Callable[[], object]) -> int:
-    """Return how often the device is given something to do meanwhile: launches, of a graph one."""
+    """Return the number of launches on the device while ``work`` runs; a graph counts as one."""
     counted = 0
 
     def count(call: Callable[..., object]) -> Callable[..., object]:
@@ -460,7 +477,7 @@ def count_calls(device: Device, work: Callable[[], object]) -> int:
 
 
 def describe_step(decode: Decode) -> str:
-    """Return the launches of a step that has run before, and the share that the host computes."""
+    """Return the launches of a step that has run before, and the host's share of its time."""
     layers, host_s = decode.layers, 0.0
     run = NativeExperts.run
 
@@ -486,8 +503,8 @@ def make_cases(*, quick: bool = False, device: Device | None = None) -> Iterator
     """Yield the cases.
 
     Args:
-        quick: of one shape, one format and one batch.
-        device: that they run on; None: the GPU, or the fake device where there is none.
+       quick: only one shape, one format and one batch.
+       device: device to run on; None takes the GPU, or the fake device if there is no GPU.
     """
     has_gpu = torch.cuda.is_available()
     if device is None:
@@ -548,7 +565,9 @@ def _list_decodes(layers: Layers, batch: int, words: str) -> Iterator[BenchCase]
 
 
 def _check(decode: Decode, rivals: dict[str, Callable[[], Tensor]]) -> str:
-    """Compare ours, and the rivals, which defer nothing, with the layers one after the other."""
+    """Compare ours and the rivals, which defer nothing, with the layers computed one part after the
+    other.
+    """
     wanted = compute_plainly(decode.layers, decode.x)
     for name, run in rivals.items():
         error = measure_error(run().cpu(), wanted)

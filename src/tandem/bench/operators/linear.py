@@ -26,7 +26,7 @@ SHAPES = {
     "qwen3-30b-a3b-head": (2048, 151936),
     "deepseek-v3-mlp": (7168, 18432),
 }
-"""Inputs and outputs."""
+"""Matrices by name, as (inputs, outputs)."""
 QUICK_SHAPES = ("qwen3-30b-a3b-qkv",)
 FORMATS = {
     "int8g128": 0.015,
@@ -38,13 +38,14 @@ FORMATS = {
     "mxfp4": 0.15,
     "int8row": 0.02,
 }
-"""The largest relative error of a result against float32, on these Gaussian weights."""
+"""Largest error of a result relative to float32, by weight format, on these Gaussian weights."""
 QUICK_FORMATS = ("int8g128", "int4g32", "bf16")
 ROWS = (1, 4, 16, 64, 256, 2048)
 QUICK_ROWS = (1, 64)
 TOTAL_WEIGHTS = 200 * 10**6
-"""Weights of all matrices in turn at least: at 4 bits 125 MB, of which a cache of 32 MB holds
-little."""
+"""Fewest weights of all matrices used in turn: 125 MB at 4 bits, most of which does not fit into a
+cache of 32 MB.
+"""
 
 
 class _Matrices:
@@ -74,7 +75,7 @@ class _Matrices:
 
 
 class _Bench:
-    """The matrices of one shape at a time, made when the first case of the shape is checked."""
+    """The matrices of one shape at a time, made by the check of the shape's first case."""
 
     def __init__(self) -> None:
         self._pool = ThreadPool(recommend_threads(read_topology()).threads)
@@ -89,7 +90,7 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """Turns in which a case calls the matrices of its shape with."""
+    """The matrices of a case's shape, called in turn."""
 
     matrices: _Matrices
     name: str

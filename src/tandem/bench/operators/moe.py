@@ -1,18 +1,18 @@
 """`tandem bench moe`: packed experts against torch, and against the limits of the machine.
 
-One MoE layer of a known model, routed at random: of a small one some of its experts, in several
-layers used in turn, so that no cache holds the weights of the next call; of a large one as many
-experts as half of the free memory holds with their copies for the rivals. The
-rival is torch, one expert after the other on the tokens that chose it, in bf16 or fp32 and on one
-thread or as many as ours, whichever is the fastest for the case; ``--with-peers`` it is kt-kernel
-in the format nearest to ours, from the very same weights, with one worker or as many as our threads
-(where cores are shared, its workers spin against each other and one is the faster). Set
-OMP_WAIT_POLICY=PASSIVE on shared cores, or torch's threads spin against each other and lose far
-more than the kernels differ.
+A case is one MoE layer of a known model with random routing. Of a small layer some experts are made
+in several copies used in turn, so that the caches do not hold the weights of the next call; of a
+large layer as many experts as fit into half of the free memory together with the rivals' copies.
+The rival is torch, which computes one expert after the other on the tokens that chose it, in bf16
+or fp32, on one thread or on as many as ours, whichever is the fastest for the case. With
+``--with-peers`` the rival is kt-kernel in the format nearest to ours, from the same weights, with
+one worker or as many as our threads: on shared cores its workers spin against each other and one
+worker may be faster. Set OMP_WAIT_POLICY=PASSIVE on shared cores, or torch's threads spin too and
+lose more than the kernels differ by.
 
-The ceiling is what takes longer: reading the packed bytes of the chosen experts once, or as many
+The ceiling is the slower of reading the packed bytes of the chosen experts once and doing as many
 multiply-adds on operands in registers, with the instruction that the format's kernel uses. It is
-measured on another layer, where there is one, in the same rounds.
+measured on another layer, if there is one, in the same rounds.
 """
 
 import tempfile
@@ -38,7 +38,7 @@ __all__ = ["make_cases"]
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer: hidden and intermediate size, experts per token, experts that the model has."""
+    """Sizes of a layer: hidden and intermediate size, experts per token, experts of the model."""
 
     name: str
     hidden: int
@@ -54,15 +54,17 @@ SHAPES = [
     Shape("mixtral", 4096, 14336, 2, 8),
 ]
 LAYER_WEIGHTS = 80 * 10**6
-"""Weights of one layer, where top_k experts do not have more: 16 experts of Qwen3-30B-A3B."""
+"""Weights of one layer, unless top_k experts have more: 16 experts of Qwen3-30B-A3B."""
 TOTAL_WEIGHTS = 200 * 10**6
-"""Weights of all layers in turn at least: at 4 bits 125 MB, of which a cache of 32 MB holds
-little."""
+"""Fewest weights of all layers used in turn: 125 MB at 4 bits, most of which does not fit into a
+cache of 32 MB.
+"""
 WEIGHT_BYTES, PEER_WEIGHT_BYTES = 8, 6
-"""Bytes of a weight: the rival's in fp32 and bf16 and ours in up to 16 bits; a peer's file in the
-page cache and one copy for each of its processes."""
+"""Bytes per weight: the rival's in fp32 and bf16 with ours in up to 16 bits; and a peer's, whose
+file is in the page cache and copied by each of its processes.
+"""
 MEMORY_SHARE = 0.5
-"""Share of the free memory, for all of that."""
+"""Share of the free memory that all weights of a case may take."""
 FORMATS = {
     "int8g128": 0.021,
     "int4g32": 0.145,
@@ -73,14 +75,16 @@ FORMATS = {
     "mxfp4": 0.25,
     "int8row": 0.03,
 }
-"""The largest relative error of a result against float32, on these Gaussian weights."""
+"""Largest error of a result relative to float32, by weight format, on these Gaussian weights."""
 QUICK_FORMATS = ("int8g128", "int4g32", "bf16")
 KT_KINDS = {"int8g128": "int8", "int4g32": "int4", "bf16": "bf16"}
-"""kt-kernel's nearest format; its integers have one scale a row."""
+"""kt-kernel's format nearest to each of ours; its integer formats have one scale per row."""
 KT_NARROW = ("bf16",)
-"""Formats that its AVX2 variant packs; its integers there come from packed checkpoints alone."""
+"""Formats that kt-kernel's AVX2 variant can pack; it reads integer formats only from packed
+checkpoints.
+"""
 KT_LARGEST_ERROR = {"int8g128": 0.04, "int4g32": 0.35, "bf16": 0.008}
-"""Largest error of kt-kernel's result: 0.028, 0.28 and 0.004 are seen."""
+"""Largest error of kt-kernel's result by our format; 0.028, 0.28 and 0.004 were measured."""
 KT_REQUIREMENTS = (
     "torch==2.13.0",
     "safetensors",
@@ -98,12 +102,14 @@ QUICK_TOKENS = (1, 16, 256)
 
 
 def list_kt_kinds() -> tuple[str, ...]:
-    """Return our formats that kt-kernel has one for, on this machine and under its cap."""
+    """Return our formats for which kt-kernel has a counterpart on this machine and under the cap of
+    its instruction set.
+    """
     return tuple(KT_KINDS) if cpu_features().avx512bw else KT_NARROW
 
 
 def count_experts(shape: Shape, free_bytes: int, *, has_peers: bool) -> int:
-    """Return how many experts a layer of this shape has here; at least those of a token."""
+    """Return how many experts of this shape fit here; at least as many as a token uses."""
     weights = 3 * shape.hidden * shape.inner
     if shape.top_k * weights <= LAYER_WEIGHTS:
         return min(shape.num_experts, LAYER_WEIGHTS // weights)
@@ -144,12 +150,12 @@ class _TorchExperts:
 
 
 class _KtKernel:
-    """kt-kernel with the layers of one shape in one format, a process for each number of threads.
+    """kt-kernel with the layers of one shape in one format; one process per number of threads.
 
     Args:
-        folder: where weights and batches are handed over.
-        name: of our format.
-        kinds: the peers to be.
+       folder: files with weights and batches are exchanged here.
+       name: our format.
+       kinds: the variants of the rival to start.
     """
 
     def __init__(self, folder: Path, name: str, shape: Shape, kinds: list[Kind]) -> None:
@@ -175,7 +181,7 @@ class _KtKernel:
         self._batches: list[_Batch] = []
 
     def take(self, batches: list[_Batch]) -> None:
-        """Hand a batch for each layer over, unless they are there."""
+        """Give the peer a batch for each layer, unless it has them already."""
         if self._batches is batches:
             return
         self._batches = batches
@@ -202,12 +208,12 @@ class _KtKernel:
 
 
 class _Layers:
-    """Layers of random weights of one shape; the rival's in both dtypes, ours in one format.
+    """Random layers of one shape; the rival's copies in both dtypes, ours in one format.
 
     Args:
-        shape: of each.
-        pool: of ours.
-        folder: for what peers are handed; None = no peers.
+       shape: sizes of each layer.
+       pool: our threads.
+       folder: files for peers; None for no peers.
     """
 
     def __init__(self, shape: Shape, pool: ThreadPool, folder: Path | None) -> None:
@@ -238,7 +244,7 @@ class _Layers:
         return gate_up, self._normal(count, hidden, inner) / inner**0.5
 
     def _write(self, folder: Path) -> None:
-        """Write the weights for peers."""
+        """Write the weights to a file for the peers."""
         for path in folder.glob("layer-*"):
             path.unlink()
         for i, (gate_up, down) in enumerate(self.layers):
@@ -248,7 +254,9 @@ class _Layers:
             save_file(tensors, folder / f"layer-{i:02}.safetensors")
 
     def list_kinds(self, name: str) -> list[Kind]:
-        """Return the rivals of a format: kt-kernel's, or torch's where it has none."""
+        """Return the rivals of a format: kt-kernel's variants, or torch's if kt-kernel lacks the
+        format.
+        """
         if self._folder is None or name not in list_kt_kinds():
             return list_kinds(self.rivals, self.pool.num_threads)
         return list_kinds([f"kt-kernel {KT_KINDS[name]}"], self.pool.num_threads)
@@ -286,7 +294,7 @@ class _Layers:
 
 
 class _Bench:
-    """The layers of one shape at a time, made when the first case of the shape is checked."""
+    """The layers of one shape at a time, made by the check of the shape's first case."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -308,7 +316,7 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """Turns in which a case calls the layers of its shape with: a batch for each."""
+    """The layers of a case's shape, called in turn, each with a batch of its own."""
 
     layers: _Layers
     name: str
@@ -389,8 +397,8 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
     """Yield the cases, shape by shape and format by format.
 
     Args:
-        quick: fewer of all.
-        with_peers: the baseline is kt-kernel where it has the format, installed if need be.
+       quick: fewer shapes, formats and batches.
+       with_peers: the baseline is kt-kernel if it has the format; it is installed if need be.
     """
     with ExitStack() as stack:
         folder = None

@@ -1,15 +1,16 @@
-"""`tandem bench nvme`: routed experts computed from disk, beside pages mapped from the same file.
+"""`tandem bench nvme`: routed experts computed from disk, against pages mapped from the same file.
 
-The layers are those of Qwen3-30B-A3B (128 experts, 8 a token) with random weights in int4. Ours
-decodes tokens whose experts are read past the page cache into slots for a part of them; it begins
-with empty slots. The rivals map the file: nothing of it is resident before (by ``mincore``), and it
-is read as it is faulted in, or as MADV_WILLNEED on a token's experts asks for. They keep all that
-they have read, so memory is no limit to them here. Results are compared bitwise first.
+The layers are those of Qwen3-30B-A3B (128 experts, 8 per token) with random weights in int4. Ours
+decodes tokens with experts that are read with O_DIRECT into slots for a part of them; the slots are
+empty at first. The rivals map the file, of which no page is resident at first (by ``mincore``): one
+reads by page faults, the other asks with MADV_WILLNEED for the experts of each token. They keep
+everything that they have read, so they are not limited by memory. Results are first compared
+bitwise.
 
 The ceiling is the longer of two times of the same round: the same tokens with all experts in
-memory, and as many experts read from the same file as ours missed, at the same size and depth.
-``planned`` is what the planner says, given that rate of the disk and these hits. The folder is made
-where temporary files are (TMPDIR).
+memory, and reading as many experts as ours missed from the same file, at the same size and queue
+depth. ``planned`` is the planner's prediction, given that rate of the disk and these hits. Files
+are written to the folder for temporary files (TMPDIR).
 """
 
 import ctypes
@@ -48,19 +49,20 @@ NUM_LAYERS, QUICK_LAYERS = 3, 1
 NUM_TOKENS, QUICK_TOKENS = 24, 12
 NUM_STAGED = 32
 REPEATED = 0.6
-"""Share of a token's experts that it has in common with the token before, in traces that repeat:
-between published hit rates of caches of a quarter and of half the experts."""
+"""Share of a token's experts that the token before chose too, in traces that repeat: between the
+published hit rates of caches of a quarter and of half of the experts.
+"""
 READ_TIMEOUT_MS = 60_000
 DROPS = 500
 
 
 class _Model:
-    """Layers of random experts: in memory, in files, and the tokens that go through them.
+    """Layers of random experts, in memory and in files, and the tokens that use them.
 
     Args:
-        folder: for the files.
-        num_layers: of the model.
-        num_tokens: of a trace.
+       folder: folder for the files.
+       num_layers: layers of the model.
+       num_tokens: tokens of a trace.
     """
 
     def __init__(self, folder: Path, num_layers: int, num_tokens: int) -> None:
@@ -78,7 +80,7 @@ class _Model:
 
     @cached_property
     def banks(self) -> list[PackedExperts]:
-        """All experts in memory; their bytes are written to the files."""
+        """All experts in memory, which are also written to the files."""
         chance = torch.Generator().manual_seed(2)
         gate_up = torch.randn(8, 2 * INNER, HIDDEN, generator=chance) * HIDDEN**-0.5
         down = torch.randn(8, HIDDEN, INNER, generator=chance) * INNER**-0.5
@@ -116,7 +118,7 @@ class _Model:
     def compute(
         self, banks: "list[PackedExperts]", trace: list[list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return the sums of all tokens and layers."""
+        """Return the experts' output of all tokens in all layers."""
         return [
             bank.forward(x, ids, self.weights)
             for x, token in zip(self.x, trace, strict=True)
@@ -137,7 +139,7 @@ class _Case:
 
     @cached_property
     def depth(self) -> ReadRate:
-        """Operations at a time, as a server would choose them here."""
+        """Reads under way at a time, chosen as a server chooses them on this disk."""
         return measure_reads(self.model.folder, self.model.expert_bytes)
 
     @cached_property
@@ -147,11 +149,11 @@ class _Case:
         reader = DirectReader(
             places * model.slot_bytes, depth=self.depth.depth, part_bytes=self.depth.part_bytes
         )
-        reader.array()[:] = 0  # Pages are there, as after the first tokens of a server.
+        reader.array()[:] = 0  # Touch the pages, as the first tokens of a server have done.
         return reader
 
     def open(self) -> tuple[ExpertTier, list[PackedExperts]]:
-        """Return layers whose slots are empty."""
+        """Return the layers with empty slots."""
         model = self.model
         tier = ExpertTier(
             self.reader,
@@ -175,7 +177,7 @@ class _Case:
         return tier, layers
 
     def check(self) -> str:
-        """Compare all sums bitwise, of every way."""
+        """Compare the outputs of ours and of every rival bitwise."""
         wanted = self.model.compute(self.model.banks, self.trace)
         tier, layers = self.open()
         if not _equal(self.model.compute(layers, self.trace), wanted):
@@ -190,13 +192,13 @@ class _Case:
         return "ok"
 
     def ours(self) -> float:
-        """Milliseconds of a token."""
+        """Measure the milliseconds per token of ours."""
         _, layers = self.open()
         seconds = time_call(lambda: self.model.compute(layers, self.trace))
         return 1e3 * seconds / self.model.num_tokens
 
     def mapped(self, *, will_need: bool) -> float:
-        """Milliseconds of a token over pages that are not there yet."""
+        """Measure the milliseconds per token with a mapped file of which no page is resident."""
         model = self.model
         with _Mapping(model) as mapping:
             begin = time.perf_counter()
@@ -208,7 +210,7 @@ class _Case:
             return 1e3 * (time.perf_counter() - begin) / model.num_tokens
 
     def ceiling(self) -> float:
-        """Milliseconds of a token, by the slower of computing and reading."""
+        """Return the milliseconds per token of the slower one of computing and reading."""
         model = self.model
         computing = time_call(lambda: model.compute(model.banks, self.trace))
         self.times.append(computing)
@@ -217,14 +219,14 @@ class _Case:
         return 1e3 * max(computing, reading) / model.num_tokens
 
     def planned(self) -> float:
-        """Milliseconds of a token as the planner says, given the rates of the round."""
+        """Return the planner's milliseconds per token, given the rates measured in this round."""
         model = self.model
         sizes = ExpertSizes(model.num_layers, NUM_EXPERTS, TOP_K, model.expert_bytes)
         missed = predict_missed_bytes(sizes, self.num_slots, self.hit_rate)
         return 1e3 * max(self.times[-1] / model.num_tokens, missed / self.rates[-1])
 
     def _read(self, size_bytes: int) -> float:
-        """Return the seconds that reading as many experts takes, in an order that is none."""
+        """Return the seconds that reading this many bytes of experts takes, in random order."""
         model, reader = self.model, self.reader
         count = size_bytes // model.expert_bytes
         files = [reader.add_file(str(path)) for path in model.paths]
@@ -246,7 +248,7 @@ class _Case:
 
 
 class _Mapping:
-    """The files mapped, none of their pages resident. Use as a context manager."""
+    """The files mapped, with no page resident. A context manager."""
 
     def __init__(self, model: _Model) -> None:
         self._model = model
@@ -270,7 +272,7 @@ class _Mapping:
         self._maps.clear()
 
     def want(self, layer: int, expert_ids: list[int]) -> None:
-        """Ask for the experts of a token."""
+        """Ask the kernel to read the experts of a token ahead."""
         size = self._model.expert_bytes
         for expert_id in expert_ids:
             first = expert_id * size // mmap.PAGESIZE * mmap.PAGESIZE
@@ -279,7 +281,7 @@ class _Mapping:
 
 
 def _drop(descriptor: int, array: np.ndarray) -> None:
-    """Put all pages of a file out of memory.
+    """Evict all pages of a file from the page cache.
 
     Raises: DeadlineError (some stay: another process maps them).
     """
@@ -294,7 +296,7 @@ def _drop(descriptor: int, array: np.ndarray) -> None:
 
 
 def count_resident(array: np.ndarray) -> int:
-    """Return the pages of a mapping that are in memory."""
+    """Return how many pages of a mapping are in memory."""
     pages = -(-array.nbytes // mmap.PAGESIZE)
     found = (ctypes.c_ubyte * pages)()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -308,7 +310,9 @@ def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases: slots for a part of the experts, traces that repeat and such that do not."""
+    """Yield the cases: slots for a part of the experts, each with traces that repeat experts and
+    that do not.
+    """
     folder = Path(tempfile.mkdtemp(prefix="tandem-bench-"))
     try:
         model = _Model(

@@ -1,8 +1,9 @@
-"""A case over operators of one shape used in turn, so that no cache holds the next one's weights.
+"""Cases over operators of one shape that are used in turn, so that caches do not hold the weights
+of the next call.
 
-The rival is whichever of its kinds (dtype, threads) is the fastest for the case. The ceiling is
-what takes longer, reading the bytes that a call needs or doing its multiply-adds in registers; it
-is measured on an operator that is not in use, in the same rounds.
+The rival is its fastest variant (dtype, threads) for the case. The ceiling is the slower of reading
+the bytes that a call needs and doing its multiply-adds in registers; it is measured in the same
+rounds, on an operator that is not in use.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,27 +16,27 @@ from tandem.bench.harness import BenchCase, time_call
 __all__ = ["Kind", "Rotation", "list_kinds", "make_rotation_case", "time_torch"]
 
 Kind = tuple[torch.dtype | str, int]
-"""Kind of the rival: torch in a dtype, or a peer by its name; and its threads."""
+"""A variant of the rival: a dtype of torch or the name of a peer, and the number of threads."""
 
 LONG_TOKENS = 256
-"""Above, a call takes so long that the rivals are compared by one call each."""
+"""Above this many tokens a call takes so long that rivals are compared by one call each."""
 
 
 class Rotation(Protocol):
-    """Operators of ours and of the rival, with what each is called with; ``nth`` picks one."""
+    """Operators of ours and of the rival with their inputs; ``nth`` chooses one of them."""
 
     @property
     def count(self) -> int:
-        """Count of the operators."""
+        """Number of operators."""
         ...
 
     @property
     def kinds(self) -> list[Kind]:
-        """Kinds of the rival."""
+        """Variants of the rival."""
         ...
 
     def run(self, nth: int) -> object:
-        """Call ours."""
+        """Call our operator ``nth``."""
         ...
 
     def time_rival(self, nth: int, kind: Kind) -> float:
@@ -43,19 +44,19 @@ class Rotation(Protocol):
         ...
 
     def check_rival(self, kind: Kind) -> str:
-        """Return what is wrong with the rival's result; nothing where it is right."""
+        """Return a description of the error in the rival's result; empty if it is right."""
         ...
 
     def find_idle(self, nth: int) -> int:
-        """Return an operator that has been out of use for long."""
+        """Return the index of an operator that was last used long before ``nth``."""
         ...
 
     def read_all(self, nth: int) -> None:
-        """Read all packed bytes of ours."""
+        """Read all packed bytes of our operator."""
         ...
 
     def read(self, idle: int, nth: int) -> None:
-        """Read as many packed bytes of operator ``idle`` as the call of ``nth`` needs."""
+        """Read as many packed bytes of operator ``idle`` as a call of ``nth`` needs."""
         ...
 
     def multiply(self, nth: int) -> None:
@@ -63,17 +64,17 @@ class Rotation(Protocol):
         ...
 
     def measure_error(self) -> float:
-        """Return the error of ours against float32, as a norm relative to the result's."""
+        """Return the norm of our error against float32, relative to the result's norm."""
         ...
 
 
 def list_kinds(rivals: Iterable[torch.dtype | str], num_threads: int) -> list[Kind]:
-    """Return each rival with one thread and with all."""
+    """Return each rival with one thread and with all threads."""
     return [(rival, count) for rival in rivals for count in sorted({1, num_threads})]
 
 
 def time_torch(kind: Kind, call: Callable[[], object]) -> float:
-    """Return the seconds of a call of torch on as many threads as ``kind`` says."""
+    """Return the seconds of a call of torch on the number of threads in ``kind``."""
     torch.set_num_threads(kind[1])
     return time_call(call)
 
@@ -81,7 +82,7 @@ def time_torch(kind: Kind, call: Callable[[], object]) -> float:
 def make_rotation_case(
     name: str, *, num_tokens: int, largest_error: float, find: Callable[[], Rotation]
 ) -> BenchCase:
-    """Make a case; ``find`` gives its operators, made when they are first asked for."""
+    """Return a case; ``find`` returns its operators and is called when the case first runs."""
     nth = 0
     chosen: Kind = (torch.bfloat16, 1)
 

@@ -1,8 +1,9 @@
-"""`tandem bench sampling`: choosing tokens from logits, against torch and against reading them.
+"""`tandem bench sampling`: choosing tokens from logits, against torch and against reading the
+logits.
 
-Gaussian logits of a large vocabulary, as the head has just written them: in cache. The rival is
-torch's own operators as other servers compose them, with one thread or all, whichever is faster:
-a maximum; softmax and an inverted draw; sort, softmax, cumulated mass, mask and a draw;
+Gaussian logits of a large vocabulary, in cache as they are after the head has written them. The
+rival composes torch's own operators as other servers do, with one thread or all, whichever is
+faster: a maximum; softmax and a draw by inversion; sort, softmax, cumulative sum, mask and a draw;
 log-softmax and the largest. The ceiling is a plain sum of the logits.
 
 Checks compare the drawn tokens with the float64 oracle, as the tests do.
@@ -29,7 +30,7 @@ VOCAB_SIZES = {"qwen3": 151_936, "demo": 8192}
 QUICK_VOCABS = ("qwen3",)
 ROWS = (1, 16)
 SPREAD = 3.0
-"""Spread of the logits: at temperature 0.6 a nucleus of 0.9 has some dozens of tokens."""
+"""Standard deviation of the logits: at temperature 0.6, top_p 0.9 keeps some dozens of tokens."""
 NUM_TOP = 20
 RULES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -39,18 +40,20 @@ RULES: dict[str, dict[str, Any]] = {
     "min_p": {"temperature": 1.0, "min_p": 0.05},
 }
 CALLS = 10
-"""Timed together, as one takes some microseconds."""
+"""Calls timed together, since one call takes only some microseconds."""
 
 
 def draw(mass: Tensor) -> Tensor:
-    """Draw an index of each row by its mass; ``multinomial`` took a hundred times as long here."""
+    """Draw one index per row by its probability mass; torch's ``multinomial`` took a hundred times
+    as long here.
+    """
     total = mass.cumsum(-1)
     target = torch.rand(len(mass), 1) * total[:, -1:]
     return torch.searchsorted(total, target, right=True).clamp_(max=mass.shape[1] - 1)
 
 
 def compose(logits: Tensor, rule: dict[str, Any]) -> Tensor:
-    """Choose tokens with torch, [rows]."""
+    """Choose tokens with torch's operators; returns [rows]."""
     if rule["temperature"] == 0.0:
         return logits.argmax(-1)
     scaled = logits / rule["temperature"]
@@ -69,7 +72,7 @@ def compose(logits: Tensor, rule: dict[str, Any]) -> Tensor:
 
 @dataclass
 class _Case:
-    """Rows of logits and a rule; ``rule`` None is log-probabilities."""
+    """Rows of logits and a sampling rule; rule None computes log-probabilities."""
 
     vocab_size: int
     num_rows: int
@@ -137,16 +140,16 @@ class _Case:
         return time_call(lambda: [call() for _ in range(CALLS)]) / CALLS * 1e6
 
     def time_ours(self) -> float:
-        """Microseconds of a call."""
+        """Return the microseconds of one call of ours."""
         return self._time(self._run)
 
     def time_rival(self) -> float:
-        """Return the same of torch's."""
+        """Return the microseconds of one call of torch's."""
         torch.set_num_threads(self.rival_threads)
         return self._time(self._run_rival)
 
     def time_reading(self) -> float:
-        """Return the same of a sum of all logits."""
+        """Return the microseconds of a sum of all logits."""
         torch.set_num_threads(1)
         return self._time(self.logits.sum)
 

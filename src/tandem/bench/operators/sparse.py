@@ -1,9 +1,10 @@
-"""`tandem bench sparse`: what a long context costs a layer that chooses its tokens by an index.
+"""`tandem bench sparse`: the cost of a long context in a layer that selects tokens by an index.
 
-One layer of GLM-5's shape with 16 experts, random weights, keys drawn. Ours is a whole decode step
-after a long context, the baseline the same step after 4k tokens, twice as many as are chosen: what
-is between the two is the index, as both attend to as many tokens. The aim is a ratio of at least
-0.5. The index alone stands beside it, against reading its keys once, which is its ceiling.
+One layer of GLM-5's shape with 16 experts, random weights and random keys. Ours is a whole decode
+step after a long context, the baseline the same step after 4k tokens, twice as many as are
+selected. Both attend to the same number of tokens, so the difference is the cost of the index. The
+aim is a ratio of at least 0.5. Another case measures the index alone; its ceiling is reading the
+index keys once.
 """
 
 import tempfile
@@ -51,10 +52,10 @@ QUICK_SHORT, QUICK_LONG = 512, (2048,)
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases: a whole step after each long context, and its index alone.
+    """Yield the cases of each long context: a whole step, and its index alone.
 
     Args:
-        quick: a narrow layer, and one context.
+       quick: a narrow layer and one context.
     """
     short, longs = (QUICK_SHORT, QUICK_LONG) if quick else (SHORT, LONG)
     with tempfile.TemporaryDirectory() as scratch:
@@ -86,7 +87,7 @@ def _make_index_case(layer: "_Layer", context: int) -> BenchCase:
 
 
 class _Layer:
-    """A model of one layer, and blocks of a long context whose keys are drawn."""
+    """A model of one layer, with blocks of a long context filled with random keys."""
 
     def __init__(self, folder: Path, shape: dict[str, Any], context: int) -> None:
         self._folder, self._shape, self._context = folder, shape, context
@@ -155,7 +156,9 @@ class _Layer:
         return 1e3 * share * time_call(lambda: pool.read(0, self.threads))
 
     def check(self, context: int) -> str:
-        """Compare the choice with one by scores in float64, but where these nearly tie."""
+        """Compare the selection with one by float64 scores, except for tokens whose scores nearly
+        tie.
+        """
         plan, (q, weights, chosen) = self._plan_index(context)
         plan.choose(0, view_tensor(q), view_tensor(weights), 1.0, view_tensor(chosen))
         blocks = torch.tensor(self.table[: -(-context // BLOCK_SIZE)])

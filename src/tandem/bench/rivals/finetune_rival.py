@@ -16,7 +16,7 @@ RANK, SEED = 8, 11
 
 
 def read_status(key: str) -> int:
-    """Return bytes that /proc/self/status tells."""
+    """Return the bytes that /proc/self/status gives for ``key``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) << 10
 
@@ -71,7 +71,7 @@ class Rival:
         self.batch = torch.randint(0, model.config.vocab_size, (1, int(tokens)))
 
     def step(self) -> list[float]:
-        """Return the seconds of a step and its loss."""
+        """Return the seconds of a training step and its loss."""
         begin = time.perf_counter()
         with self.torch.autocast("cpu", self.torch.bfloat16):
             loss = self.take_loss({"input_ids": self.batch, "labels": self.batch})
@@ -82,11 +82,13 @@ class Rival:
         return [time.perf_counter() - begin, self.losses[-1]]
 
     def first_loss(self) -> float:
-        """Return the loss of the first step, which is made if there was none."""
+        """Return the loss of the first step, running that step if none has run."""
         return self.losses[0] if self.losses else self.step()[1]
 
     def peak(self) -> list[int]:
-        """Return the largest memory of loading and of steps, beyond what the libraries take."""
+        """Return the peak bytes of loading and of steps, without those that the imported libraries
+        take.
+        """
         return [self.load_bytes - self.begin_bytes, read_status("VmHWM") - self.begin_bytes]
 
 

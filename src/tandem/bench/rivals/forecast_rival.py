@@ -1,8 +1,9 @@
 """A process that predicts the memory of fine-tuning runs, and measures it in the runs themselves.
 
-Each prediction and each run has a child of its own, forked when all is imported, so that its memory
-is its own. The peak is the largest resident memory from the second step on, when the optimizer has
-its moments, without pages of files: the kernel counts it, so no moment is missed.
+Each prediction and each run is done in a child forked after all imports, so that its memory is
+counted alone. The peak is the largest anonymous memory (without pages of files) from the second
+step on, when the optimizer has its moments. The kernel keeps this maximum, so no short peak is
+missed.
 """
 
 import json
@@ -19,13 +20,15 @@ POLL_S = 0.005
 
 
 def read_status(key: str) -> int:
-    """Return bytes that /proc/self/status tells."""
+    """Return the bytes that /proc/self/status gives for ``key``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) << 10
 
 
 class Rival:
-    """Has imported what a run needs, and started no thread."""
+    """Predicts and runs in forked children. Has imported all that a run needs, and started no
+    thread.
+    """
 
     def __init__(self) -> None:
         from tandem.finetune.forecast.prediction import predict_run
@@ -44,7 +47,9 @@ class Rival:
         return _run_in_child(work)
 
     def run(self, recipe: str) -> list[int]:
-        """Train, and return anonymous memory before, and its peak in steps after the first."""
+        """Train; return the anonymous memory before training and its peak in the steps after the
+        first, in bytes.
+        """
         return _run_in_child(lambda: self._train(recipe))
 
     def _train(self, path: str) -> list[int]:

@@ -1,9 +1,10 @@
-"""Checkpoints of the model benchmark as GGUF files; imports nothing of ours, as the peers do not.
+"""Writes checkpoints of the model benchmark as GGUF files; like the peers' scripts it imports no
+module of Tandem.
 
-Written as llama.cpp's converter does, quantised by the ``gguf`` package from the very same weights:
-qwen3_moe, deepseek_v2, glm4_moe_lite, gemma4, and qwen3_5_moe, whose layers with a state have
-their value heads in turn (the first of each key head, then the second of each) and the rates of
-their decays negated.
+The files are laid out as llama.cpp's converter does and quantised by the ``gguf`` package from the
+same weights that ours uses: qwen3_moe, deepseek_v2, glm4_moe_lite, gemma4 and qwen3_5_moe. In
+layers of the last with a recurrent state, llama.cpp interleaves the value heads (first those that
+come first for each key head, then those that come second) and negates the decay rates.
 """
 
 import json
@@ -51,7 +52,9 @@ STATE_NAMES = {
     "linear_attn.norm.weight": "ssm_norm.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
 }
-"""Names of a model whose layers have a state, beside or instead of the names above."""
+"""Tensor names of models whose layers have a recurrent state, in addition to the names above or
+instead of them.
+"""
 GEMMA4_NAMES = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
     "pre_feedforward_layernorm.weight": "ffn_norm.weight",
@@ -66,9 +69,9 @@ GEMMA4_NAMES = {
     "experts.down_proj": "ffn_down_exps.weight",
     "layer_scalar": "layer_output_scale.weight",
 }
-"""Names of Gemma 4, beside or instead of the first."""
+"""Tensor names of Gemma 4, in addition to the first names or instead of them."""
 IN_FLOAT32 = ("ffn_gate_inp", "ssm_conv1d")
-"""Matrices that llama.cpp's quantiser leaves as they are."""
+"""Matrices that llama.cpp does not quantise."""
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -91,7 +94,9 @@ def read_tensors(path):
 
 
 def write_gguf(folder, path, kind):
-    """Write every tensor of the checkpoint; norms and routers in float32, the rest as ``kind``."""
+    """Write every tensor of the checkpoint: norms and routers in float32, the others quantised as
+    ``kind``.
+    """
     folder, path = Path(folder), Path(path)
     config = json.loads((folder / "config.json").read_text())
     is_latent, has_states = "kv_lora_rank" in config, "linear_num_key_heads" in config
@@ -137,7 +142,7 @@ def write_gguf(folder, path, kind):
 
 
 def describe_latents(writer, config):
-    """Write what DeepSeek-V2 and GLM-4.7-Flash have beyond others."""
+    """Write the metadata for latent attention of DeepSeek-V2 and GLM-4.7-Flash."""
     is_glm = config["model_type"] == "glm4_moe_lite"
     rank, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
     writer.add_head_count_kv(1)
@@ -158,7 +163,7 @@ def describe_latents(writer, config):
 
 
 def describe_gemma4(writer, config):
-    """Write what Gemma 4 has beyond others: two kinds of layers."""
+    """Write the metadata of Gemma 4, which has two kinds of layers."""
     is_windowed = [kind == "sliding_attention" for kind in config["layer_types"]]
     whole = config["per_layer_config"][str(is_windowed.index(False))]
     heads, size, wide = config["num_key_value_heads"], config["head_dim"], whole["head_dim"]
@@ -187,7 +192,7 @@ def describe_gemma4(writer, config):
 
 
 def describe_states(writer, config):
-    """Write what Qwen3.5-MoE has beyond others."""
+    """Write the metadata of Qwen3.5-MoE, whose layers have recurrent states."""
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_ssm_state_size(config["linear_key_head_dim"])
     writer.add_ssm_group_count(config["linear_num_key_heads"])
@@ -203,7 +208,7 @@ def describe_states(writer, config):
 
 
 def rename(name, tensor, config):
-    """Yield the tensors of llama.cpp that one of transformers is."""
+    """Yield the llama.cpp tensors that correspond to one tensor of transformers."""
     has_states = "linear_num_key_heads" in config
     if has_states and name.endswith("norm.weight") and ".linear_attn." not in name:
         # These RMSNorms multiply by (1 + weight), and llama.cpp's multiply by the weight: the 1 is
@@ -233,7 +238,9 @@ def rename(name, tensor, config):
 
 
 def rearrange_heads(rest, tensor, config):
-    """Put a tensor's value heads in turn; a convolution's and a decay's as llama.cpp has them."""
+    """Reorder a tensor's value heads as llama.cpp interleaves them; also reshape a convolution and
+    convert a decay.
+    """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     size = config["linear_value_head_dim"]
     first = 2 * keys * config["linear_key_head_dim"]

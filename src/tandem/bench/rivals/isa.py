@@ -1,4 +1,6 @@
-"""The instruction set of peers: under ``TANDEM_MAX_ISA`` a rival gets no wider one than we have."""
+"""The instruction set of peers: under the cap ``TANDEM_MAX_ISA`` a rival gets no wider one than
+ours.
+"""
 
 from tandem._native import cpu_features
 from tandem.core.config import ISA_VARIABLES, MAX_ISA
@@ -14,7 +16,7 @@ GGML_OPTIONS = {
     "avx512_bf16": ("AVX512_BF16", "AVX512_VBMI"),
     "amx": ("AMX_TILE", "AMX_INT8", "AMX_BF16"),
 }
-"""Build options of ggml that each level adds to those before it."""
+"""Build options of ggml that each level adds to the levels before it."""
 KT_VARIANTS = {
     "avx2": "avx2",
     "avx512_bw": "avx512_base",
@@ -22,11 +24,13 @@ KT_VARIANTS = {
     "avx512_bf16": "avx512_bf16",
     "amx": "amx",
 }
-"""kt-kernel's names for its variants, all of which are in its wheel."""
+"""kt-kernel's names of its variants, by our instruction set; its wheel contains all of them."""
 
 
 def list_ggml_settings() -> dict[str, str]:
-    """Return the variables under which pip builds llama.cpp for the cap; none without a cap."""
+    """Return the environment variables with which pip builds llama.cpp for the cap; empty without a
+    cap.
+    """
     cap = cpu_features().cap
     if not cap:
         return {}
@@ -38,9 +42,9 @@ def list_ggml_settings() -> dict[str, str]:
 
 
 def list_kt_settings() -> dict[str, str]:
-    """Return the variables under which kt-kernel loads its variant for the cap.
+    """Return the environment variables with which kt-kernel loads its variant for the cap.
 
-    Raises: UnsupportedError: it has none so narrow.
+    Raises: UnsupportedError (kt-kernel has no variant that narrow).
     """
     cap = cpu_features().cap
     if not cap:
@@ -52,11 +56,11 @@ def list_kt_settings() -> dict[str, str]:
 
 
 def check_peer_isa(peer: str, isa: str) -> None:
-    """Refuse a peer that was built for a wider instruction set than the cap.
+    """Raise an error if a peer was built for a wider instruction set than the cap.
 
     Args:
-        peer: its name, for the error.
-        isa: that it was built for, as it says itself.
+       peer: the peer's name, for the error.
+       isa: the instruction set that the peer reports.
 
     Raises: UnsupportedError.
     """

@@ -1,6 +1,6 @@
-"""kt-kernel as a peer: run by its own interpreter (see ``processes``); imports nothing of ours.
+"""kt-kernel as a peer, run by its own interpreter (see ``processes``); imports no module of Tandem.
 
-Packs MoE layers from bfloat16 weights in a file, and runs them on the CPU alone, a layer a call.
+Packs MoE layers from bfloat16 weights in a file and runs them on the CPU, one layer per call.
 """
 
 import sys
@@ -12,15 +12,17 @@ from rival_loop import answer_calls
 from safetensors.torch import load_file, save_file
 
 CLASSES = {"int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE", "bf16": "AMXBF16_MOE"}
-"""Named for AMX; without it they are its AVX-512 kernels."""
+"""kt-kernel's classes by kind. They are named for AMX; without AMX they use AVX-512 kernels."""
 NARROW_CLASSES = {"bf16": "AVX2BF16_MOE"}
-"""Those of its AVX2 variant, which has no others."""
+"""Classes of kt-kernel's AVX2 variant, which has no others."""
 ROWS_STEP = 32
-"""Its buffers hold a multiple of so many rows."""
+"""kt-kernel's buffers hold a multiple of this many rows."""
 
 
 class Layer:
-    """A layer of experts: gate and up [E, F, D], down [E, D, F] in bfloat16, packed as ``kind``."""
+    """A layer of experts packed as ``kind`` from gate and up [E, F, D] and down [E, D, F] in
+    bfloat16.
+    """
 
     def __init__(self, pool, path, kind, top_k, max_tokens):
         self.pool = pool
@@ -62,7 +64,7 @@ class Layer:
 
 
 class Rival:
-    """The layers of one shape in one kind, and the batch that each is called with."""
+    """Layers of one shape and kind, each with the batch it is called with."""
 
     def __init__(self, threads):
         config = kt_kernel_ext.WorkerPoolConfig()
@@ -76,20 +78,22 @@ class Rival:
         self.layers = [Layer(self.pool, path, kind, top_k, max_tokens) for path in paths]
 
     def take(self, paths):
-        """Take a batch for each layer: x [T, D] bfloat16, ids [T, K], weights [T, K] float32."""
+        """Read a batch for each layer from files: x [T, D] bfloat16, ids [T, K], weights [T, K]
+        float32.
+        """
         self.batches = [load_file(path) for path in paths]
         for batch in self.batches:
             batch["count"] = torch.tensor([len(batch["x"])], dtype=torch.int32)
         self.out = torch.zeros_like(self.batches[0]["x"])
 
     def run(self, nth):
-        """Return the seconds of a call."""
+        """Return the seconds that layer ``nth`` takes."""
         begin = time.perf_counter()
         self.layers[nth].forward(self.batches[nth], self.out)
         return time.perf_counter() - begin
 
     def save(self, path):
-        """Write the result of the last call."""
+        """Write the result of the last call to a file."""
         save_file({"out": self.out}, path)
 
 

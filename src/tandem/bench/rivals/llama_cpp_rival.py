@@ -1,8 +1,8 @@
-"""llama.cpp or its fork ik_llama.cpp as a peer, by argument; imports nothing of ours.
+"""llama.cpp or its fork ik_llama.cpp (by argument) as a peer; imports no module of Tandem.
 
-Run by its own interpreter (see ``processes``). Writes a checkpoint as GGUF (``gguf_rival``) and
-runs it through the C interface that both have: batches of several sequences, greedy. The fork
-repacks the weights as it loads them.
+Run by the peer's own interpreter (see ``processes``). Writes a checkpoint as GGUF (``gguf_rival``)
+and runs it through the C interface that both libraries have: greedy decoding of several sequences.
+The fork repacks the weights when it loads them.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ ISAS = {
     "AVX512": "avx512_bw",
     "AVX2": "avx2",
 }
-"""Names in the library's account of itself, widest first, and ours."""
+"""Instruction sets as llama.cpp reports them, widest first, with our names for them."""
 
 
 def find_isa():
@@ -43,7 +43,7 @@ def find_isa():
 
 
 class Model:
-    """A loaded GGUF; one context for all measurements."""
+    """A loaded GGUF file with one context for all measurements."""
 
     def __init__(self, path, threads, context_len, num_sequences):
         llama_cpp.llama_backend_init()
@@ -75,7 +75,7 @@ class Model:
             llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
 
     def run(self, rows):
-        """Decode (token, position, sequence, wants logits) rows in one call."""
+        """Run one batch of rows (token, position, sequence, whether logits are wanted)."""
         batch = self.batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wants_logits) in enumerate(rows):
@@ -94,7 +94,7 @@ class Model:
         return np.ctypeslib.as_array(pointer, (self.vocab_size,))
 
     def prefill(self, prompts):
-        """Return the milliseconds, and the first token of each prompt."""
+        """Return the milliseconds of a prefill, and the first token of each prompt."""
         self.clear()
         rows = [
             (token, i, sequence, i == len(prompt) - 1)
@@ -108,7 +108,7 @@ class Model:
         return elapsed * 1e3, [int(self.logits(i).argmax()) for i in last]
 
     def decode(self, prompts):
-        """Return the milliseconds of a step, the mean of a few."""
+        """Return the milliseconds of a decode step, averaged over a few."""
         _, tokens = self.prefill(prompts)
         length = len(prompts[0])
         begin = time.perf_counter()
@@ -118,7 +118,9 @@ class Model:
         return (time.perf_counter() - begin) / DECODE_STEPS * 1e3
 
     def turn(self, history, message):
-        """Return the milliseconds to the token after a message, the history being computed."""
+        """Return the milliseconds to the first token after a message, with the history already
+        computed.
+        """
         self.clear()
         self.run([(token, i, 0, i == len(history) - 1) for i, token in enumerate(history)])
         answer = int(self.logits(len(history) - 1).argmax())
@@ -135,7 +137,7 @@ class Model:
 
 
 class Rival:
-    """A child process that is asked over pipes: a model written, one loaded, its measurements."""
+    """A child process driven over pipes: it writes a model, loads one, and measures."""
 
     def __init__(self):
         self.model = None
@@ -144,7 +146,9 @@ class Rival:
         return write_gguf(folder, path, kind)
 
     def quantize(self, path, out, file_type):
-        """Quantize a file by the library's own recipe; return its code, 0 for done."""
+        """Quantize a file with the library's own recipe; return the library's result code, 0 for
+        success.
+        """
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.nthread = file_type, 2
         return llama_cpp.llama_model_quantize(
@@ -152,12 +156,12 @@ class Rival:
         )
 
     def load(self, **arguments):
-        """Load a model; return what the library was built for."""
+        """Load a model; return the instruction set that the library was built for."""
         self.model = Model(**arguments)
         return find_isa()
 
     def ping(self):
-        """Answer once everything is imported."""
+        """Answer a call, which shows that all imports are done."""
 
     def prefill(self, prompts):
         return self.model.prefill(prompts)[0]
@@ -172,7 +176,9 @@ class Rival:
         return self.model.score(prompt)
 
     def first_token(self, path, threads, prompt):
-        """Load a model and run a prompt; return the seconds, and the logits of its last token."""
+        """Load a model and run a prompt; return the seconds this took, and the logits of the last
+        token.
+        """
         begin = time.perf_counter()
         self.model = Model(path, threads, context_len=128, num_sequences=1)
         self.model.clear()

@@ -1,4 +1,5 @@
-"""llama.cpp and its fork ik_llama.cpp as rivals: how to install them, and a model in a process."""
+"""llama.cpp and its fork ik_llama.cpp as rivals: installing them, and running a model in a process.
+"""
 
 from pathlib import Path
 
@@ -14,14 +15,17 @@ PEERS = {
     "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
     "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
 }
-"""Name to what pip installs. The fork's source package does not build and its wheel is for AVX2: a
-``libllama.so`` built for this machine is taken from ``IK_LLAMA_CPP_LIB_PATH`` if that is set."""
+"""Packages that pip installs for each peer. The fork's source package does not build and its wheel
+is for AVX2: if ``IK_LLAMA_CPP_LIB_PATH`` is set, a ``libllama.so`` built for this machine is taken
+from there.
+"""
 LONG_S = 3600.0
-"""For a model to be written, or a long history to be computed."""
+"""Timeout in seconds for writing a model or computing a long history."""
 
 
 def install_llama(peer: str) -> Path:
-    """Return the interpreter of a peer by name, built for the cap on the instruction set if any.
+    """Install a peer, built for the cap on the instruction set if there is one; return its
+    interpreter.
 
     Raises: UnsupportedError (pip failed).
     """
@@ -31,18 +35,18 @@ def install_llama(peer: str) -> Path:
 
 
 class LlamaCpp:
-    """One GGUF file in one of the peers.
+    """One GGUF file loaded in one of the peers.
 
     Args:
-        path: of the file.
-        peer: a name of ``PEERS``.
-        threads: that it computes with.
-        context_len: tokens of each sequence.
-        num_sequences: at most.
-        folder: a checkpoint of which the file is written if it is not there.
-        kind: llama.cpp's type of its matrices then, such as ``q4_0``.
+       path: the GGUF file.
+       peer: a key of ``PEERS``.
+       threads: threads to compute with.
+       context_len: tokens of each sequence.
+       num_sequences: most sequences at once.
+       folder: checkpoint from which the file is written if it does not exist.
+       kind: llama.cpp's type for the matrices of a file it writes, such as ``q4_0``.
 
-    Raises: as ``install_llama`` and ``check_peer_isa``.
+    Raises: the errors of ``install_llama`` and ``check_peer_isa``.
     """
 
     def __init__(
@@ -76,11 +80,13 @@ class LlamaCpp:
         return torch.tensor(self._process.call("score", prompt=prompt))
 
     def measure(self, phase: Phase, prompts: list[list[int]]) -> float:
-        """Milliseconds of a prefill of all prompts, or of a decode step after them."""
+        """Return the milliseconds of a prefill of all prompts, or of a decode step after them."""
         return self._process.call(phase, prompts=prompts)
 
     def measure_turn(self, history: list[int], message: list[int]) -> float:
-        """Milliseconds of a message after a history that is computed already."""
+        """Return the milliseconds to the first token of a message after a history that is already
+        computed.
+        """
         return self._process.call("turn", timeout_s=LONG_S, history=history, message=message)
 
     def close(self) -> None:

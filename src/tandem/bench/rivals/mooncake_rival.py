@@ -1,6 +1,7 @@
-"""Mooncake's transfer engine as a peer: run by its own interpreter (see ``processes``).
+"""Mooncake's transfer engine as a peer, run by its own interpreter (see ``processes``).
 
-Two processes run this script: one offers a buffer, the other moves bytes. Imports nothing of ours.
+Two processes run this script: one offers a buffer, the other moves bytes. Imports no module of
+Tandem.
 """
 
 import importlib
@@ -13,11 +14,13 @@ from rival_loop import answer_calls
 
 PAGE = 4096
 MAX_BATCH = 256
-"""A batch of 3,904 transfers fails with -1; longer ones go in several calls."""
+"""Most transfers in one call: a batch of 3,904 transfers fails with -1, so longer batches are
+split.
+"""
 
 
 class Rival:
-    """One engine with one registered buffer; each public method is a call."""
+    """A transfer engine with one registered buffer; the benchmark can call each public method."""
 
     def __init__(self) -> None:
         # The package is imported by name, since it is installed only in the rival's own virtual
@@ -27,7 +30,7 @@ class Rival:
         self._address = 0
 
     def start(self, size: int) -> dict[str, Any]:
-        """Register a buffer; returns what the other process needs."""
+        """Register a buffer; return the facts that the other process needs to reach it."""
         code = self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "")
         if code != 0:
             raise RuntimeError(f"initialize gave {code}")
@@ -40,7 +43,7 @@ class Rival:
     def measure(
         self, target: str, address: int, op: str, batches: list[list[list[int]]], seconds: float
     ) -> float:
-        """Return the median microseconds of a batch; each is a list of (place, length)."""
+        """Return the median microseconds of a batch; each batch is a list of (offset, length)."""
         prepared = [self._prepare(address, parts) for parts in batches]
         times: list[float] = []
         end = time.monotonic() + seconds
@@ -52,7 +55,7 @@ class Rival:
         return sorted(times)[len(times) // 2] * 1e6
 
     def check(self, target: str, address: int, size: int) -> bool:
-        """Write, read back and compare."""
+        """Write bytes, read them back and return True if they are equal."""
         begin = self._address - self._memory.ctypes.data
         view = self._memory[begin : begin + size]
         view[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -66,7 +69,7 @@ class Rival:
     def _prepare(
         self, address: int, parts: list[list[int]]
     ) -> tuple[list[int], list[int], list[int]]:
-        """Return what a call takes: our addresses, theirs, lengths."""
+        """Return the arguments of a call: local addresses, remote addresses, lengths."""
         near = [self._address + at for at, _ in parts]
         far = [address + at for at, _ in parts]
         return near, far, [size for _, size in parts]
@@ -90,7 +93,7 @@ class Rival:
 def main() -> None:
     """Answer calls until standard input ends."""
     answer_calls(Rival)
-    os._exit(0)  # Its threads do not end by themselves.
+    os._exit(0)  # Mooncake's threads do not end by themselves.
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Mooncake's store as a peer: run by its own interpreter (see ``processes``).
+"""Mooncake's store as a peer, run by its own interpreter (see ``processes``).
 
-Two processes run this script: one provides memory (and starts the master), the other is the client
-that is measured. Imports nothing of ours.
+Two processes run this script: one provides memory (and starts the master), the other is the
+measured client. Imports no module of Tandem.
 """
 
 import importlib
@@ -26,7 +26,7 @@ def _free_port() -> int:
 
 
 class Rival:
-    """One client of their store; each public method is a call."""
+    """One client of Mooncake's store; the benchmark can call each public method."""
 
     def __init__(self) -> None:
         # The package is imported by name, since it is installed only in the rival's own virtual
@@ -36,7 +36,7 @@ class Rival:
         self._source = self._target = np.zeros(0, np.uint8)
 
     def start_master(self) -> dict[str, int]:
-        """Start their master; returns its ports."""
+        """Start Mooncake's master; return its ports."""
         ports = {"rpc": _free_port(), "http": _free_port(), "metrics": _free_port()}
         self._master = start_child(
             [
@@ -64,7 +64,7 @@ class Rival:
         return ports
 
     def start(self, ports: dict[str, int], segment_bytes: int) -> bool:
-        """Set the client up, with this much memory for the store."""
+        """Start the client, which gives ``segment_bytes`` of memory to the store."""
         code = self._store.setup(
             f"127.0.0.1:{_free_port()}",
             f"http://127.0.0.1:{ports['http']}/metadata",
@@ -79,7 +79,9 @@ class Rival:
         return True
 
     def touch(self, total_bytes: int) -> int:
-        """Write so many bytes, so that no case pays for the first touch; returns the objects."""
+        """Write ``total_bytes``, so that no measured case touches memory for the first time; return
+        the number of objects.
+        """
         value = np.zeros(2**24, np.uint8).tobytes()
         count = sum(
             self._store.put(f"touch/{i}", value) == 0 for i in range(total_bytes // len(value))
@@ -88,7 +90,9 @@ class Rival:
         return count
 
     def prepare(self, api: str, size: int, batch: int) -> bool:
-        """Make ready what the next calls move; puts, gets and compares it."""
+        """Prepare the objects of the next calls: put them, get them and return True if they are
+        equal.
+        """
         if self._source.size:
             for memory in (self._source, self._target):
                 self._store.unregister_buffer(memory.ctypes.data)
@@ -142,13 +146,13 @@ class Rival:
             found = [store.get(keys[0])] if single else store.get_batch(keys)
             if any(len(value) != size for value in found):
                 raise RuntimeError("get gave values of other lengths")
-            if not self._target[0]:  # Only the check looks.
+            if not self._target[0]:  # Only the check reads the buffer.
                 self._target[:] = np.frombuffer(b"".join(found), np.uint8)
 
         return put_bytes, get_bytes
 
     def _remove(self) -> None:
-        self._store.remove_all(True)  # In spite of leases.
+        self._store.remove_all(True)  # True removes objects in spite of their leases.
 
     def measure(self, op: str, seconds: float) -> float:
         """Return the median microseconds of a batch."""
@@ -163,7 +167,9 @@ class Rival:
         return sorted(times)[len(times) // 2] * 1e6
 
     def measure_exists(self, count: int) -> float:
-        """Return the keys a second of one ``batch_is_exist`` of so many, half of them there."""
+        """Return the keys per second of one ``batch_is_exist`` of ``count`` keys, half of which
+        exist.
+        """
         keys = [f"{i:064}" for i in range(count)]
         if self._store.put_batch(keys[::2], [b"x"] * len(keys[::2])) != 0:
             raise RuntimeError("put failed")
@@ -175,7 +181,7 @@ class Rival:
         return count / taken
 
     def stop(self) -> None:
-        """End the master, if it is ours."""
+        """End the master, if this process started it."""
         if self._master is not None:
             self._master.terminate()
             self._master.wait(10)
@@ -185,7 +191,7 @@ def main() -> None:
     """Answer calls until standard input ends."""
     peer = answer_calls(Rival)
     peer.stop()
-    os._exit(0)  # Its threads do not end by themselves.
+    os._exit(0)  # Mooncake's threads do not end by themselves.
 
 
 if __name__ == "__main__":

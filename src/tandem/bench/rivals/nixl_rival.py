@@ -1,8 +1,8 @@
-"""NIXL as a peer: run by its own interpreter (see ``processes``).
+"""NIXL as a peer, run by its own interpreter (see ``processes``).
 
-Two processes run this script: one offers a buffer, the other moves bytes over UCX, which picks its
-transport by ``UCX_TLS``. Batches are prepared, as ours are: a descriptor list for each side, one
-request, posted again and again. Imports nothing of ours.
+Two processes run this script: one offers a buffer, the other moves bytes over UCX, which chooses
+its transport by ``UCX_TLS``. Batches are prepared in advance, as ours are: a list of descriptors
+for each side and one request, which is posted repeatedly. Imports no module of Tandem.
 """
 
 import base64
@@ -20,7 +20,7 @@ DRAM = "DRAM"
 
 
 class Rival:
-    """One agent with one registered buffer; each public method is a call."""
+    """An agent with one registered buffer; the benchmark can call each public method."""
 
     def __init__(self) -> None:
         self._agent: Any = None
@@ -30,7 +30,7 @@ class Rival:
         self._handles: dict[str, list[Any]] = {}
 
     def start(self, size: int) -> dict[str, Any]:
-        """Register a buffer; returns what the other process needs."""
+        """Register a buffer; return the facts that the other process needs to reach it."""
         # The package is imported by name, since it is installed only in the rival's own virtual
         # environment.
         api = importlib.import_module("nixl_cu12._api")
@@ -44,7 +44,7 @@ class Rival:
     def measure(
         self, target: str, address: int, op: str, batches: list[list[list[int]]], seconds: float
     ) -> float:
-        """Return the median microseconds of a batch; each is a list of (place, length)."""
+        """Return the median microseconds of a batch; each batch is a list of (offset, length)."""
         handles = self._prepare(target, address, op, batches)
         times: list[float] = []
         end = time.monotonic() + seconds
@@ -56,7 +56,7 @@ class Rival:
         return sorted(times)[len(times) // 2] * 1e6
 
     def check(self, target: str, address: int, size: int) -> bool:
-        """Write, read back and compare."""
+        """Write bytes, read them back and return True if they are equal."""
         begin = self._address - self._memory.ctypes.data
         view = self._memory[begin : begin + size]
         view[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -70,7 +70,9 @@ class Rival:
     def _prepare(
         self, target: str, address: int, op: str, batches: list[list[list[int]]]
     ) -> list[Any]:
-        """Return a request for each batch; those of the last call are kept."""
+        """Return a prepared request for each batch; a call with the last call's arguments returns
+        the same requests.
+        """
         key = json.dumps([target, address, op, batches])
         if key in self._handles:
             return self._handles[key]
@@ -104,7 +106,7 @@ class Rival:
 def main() -> None:
     """Answer calls until standard input ends."""
     answer_calls(Rival)
-    os._exit(0)  # Its threads do not end by themselves.
+    os._exit(0)  # NIXL's threads do not end by themselves.
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Rivals that are not dependencies: installed on request into a venv each, driven over pipes.
+"""Rivals that are not dependencies: each is installed on request into a venv and driven over pipes.
 
-A peer is a script beside this module that imports nothing of ours. It reads one JSON object a line,
-``{"call": NAME, ...}``, and answers with one line, ``{"result": ...}`` or ``{"error": TEXT}``.
-What its libraries print goes to standard error and into a log in its venv's folder.
+A peer is a script beside this module that imports no other module of Tandem. It reads one JSON
+object per line, ``{"call": NAME, ...}``, and answers with one line, ``{"result": ...}`` or
+``{"error": TEXT}``. Output of its libraries goes to standard error and into a log in the venv's
+folder.
 """
 
 import contextlib
@@ -29,13 +30,15 @@ __all__ = ["RivalProcess", "find_rival", "install_rival"]
 
 ROOT = Path("~/.cache/tandem/peers")
 INSTALL_TIMEOUT_S = 3600.0
-"""Some build from source: llama.cpp takes ten minutes on two cores."""
+"""Longest installation in seconds. Some peers are built from source: llama.cpp takes ten minutes on
+two cores.
+"""
 CLOSE_TIMEOUT_S = 10.0
 READ_BYTES = 1 << 20
 
 
 def find_rival(name: str, requirements: Sequence[str], *, bare: Sequence[str] = ()) -> Path | None:
-    """Return the interpreter that ``install_rival`` made; None if it has not yet."""
+    """Return the interpreter that ``install_rival`` made; None if it has not been installed."""
     folder = _find_folder(name, requirements, bare, {})
     return folder / "bin" / "python" if (folder / "installed").exists() else None
 
@@ -56,22 +59,23 @@ def install_rival(
     bare: Sequence[str] = (),
     settings: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """Return the interpreter of a venv that has the requirements; made once.
+    """Return the interpreter of a venv with the requirements, which is made by the first call.
 
     Args:
-        name: of the venv's folder.
-        requirements: what pip installs, with all that they depend on.
-        bare: what pip installs without, because that would bring gigabytes nobody needs here.
-        settings: variables of pip that change what it builds.
+       name: name of the venv's folder.
+       requirements: packages that pip installs with their dependencies.
+       bare: packages that pip installs without dependencies, which would be gigabytes that are not
+           used here.
+       settings: environment variables of pip that change the build.
 
-    Raises: UnsupportedError (pip failed; the text has its last lines).
+    Raises: UnsupportedError (pip failed; the message has its last lines).
     """
     folder = _find_folder(name, requirements, bare, settings)
     python, stamp = folder / "bin" / "python", folder / "installed"
     if stamp.exists():
         return python
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Another benchmark may be installing the same rival: whoever gets the lock second finds it
+    # Another process may be installing the same rival: the second process to get the lock finds it
     # installed.
     with folder.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -107,14 +111,14 @@ def _pip_install(
 
 
 class RivalProcess:
-    """A peer's script in its venv. Use as a context manager, or ``close`` it.
+    """A peer's script running in its venv. A context manager; otherwise call ``close``.
 
     Args:
-        python: of its venv.
-        script: beside this module.
-        arguments: of the script.
-        environment: of the process; None = ours.
-        settings: variables on top of it.
+       python: the venv's interpreter.
+       script: name of a script beside this module.
+       arguments: arguments of the script.
+       environment: environment of the process; None inherits ours.
+       settings: variables added to the environment.
     """
 
     def __init__(
@@ -147,7 +151,8 @@ class RivalProcess:
     def call(self, name: str, *, timeout_s: float = 600.0, **arguments: object) -> Any:
         """Return the result of one call.
 
-        Raises: UnsupportedError (the peer's own error); PeerLostError (it ended); DeadlineError.
+        Raises: UnsupportedError (the peer reported an error); PeerLostError (its process ended);
+        DeadlineError.
         """
         assert self._process.stdin is not None
         try:
@@ -161,11 +166,13 @@ class RivalProcess:
         return answer["result"]
 
     def pause(self) -> None:
-        """Stop it: some poll without a break, and would take a core from whom is measured now."""
+        """Stop the process with a signal: some peers poll all the time, and would take a core from
+        the side that is being measured.
+        """
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Let a paused process continue."""
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:

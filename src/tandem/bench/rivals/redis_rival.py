@@ -1,6 +1,6 @@
-"""Redis as a peer of the store: run by an interpreter with redis-py (see ``processes``).
+"""Redis as a peer of the store, run by an interpreter with redis-py (see ``processes``).
 
-Starts a ``redis-server`` of its own, which must be installed. Imports nothing of ours.
+Starts its own ``redis-server``, which must be installed. Imports no module of Tandem.
 """
 
 import importlib
@@ -19,7 +19,9 @@ START_TIMEOUT_S = 10.0
 
 
 class Rival:
-    """A server, and a client by tcp and one by a unix socket; each public method is a call."""
+    """A server with one client over TCP and one over a unix socket; the benchmark can call each
+    public method.
+    """
 
     def __init__(self) -> None:
         # The package is imported by name, since it is installed only in the rival's own virtual
@@ -29,7 +31,7 @@ class Rival:
         self._folder = tempfile.mkdtemp(prefix="bench-redis-")
 
     def start(self, memory_bytes: int) -> str:
-        """Start the server; returns its version."""
+        """Start the server; return its version."""
         program = shutil.which("redis-server")
         if program is None:
             raise RuntimeError("no redis-server on this machine: install it")
@@ -65,7 +67,9 @@ class Rival:
                 time.sleep(0.05)
 
     def prepare(self, path: str, size: int, batch: int) -> bool:
-        """Make ready what the next calls move; puts, gets and compares it."""
+        """Prepare the objects of the next calls: put them, get them and return True if they are
+        equal.
+        """
         source = np.random.default_rng(size).integers(0, 256, size * batch, dtype=np.uint8)
         self._client = self._clients[path]
         self._client.flushall()
@@ -86,7 +90,7 @@ class Rival:
         return self._client.mget(self._keys)
 
     def measure(self, op: str, seconds: float) -> float:
-        """Return the median microseconds of a batch; puts are of new keys."""
+        """Return the median microseconds of a batch; puts use new keys."""
         times: list[float] = []
         end = time.monotonic() + seconds
         while not times or time.monotonic() < end:
@@ -98,7 +102,7 @@ class Rival:
         return sorted(times)[len(times) // 2] * 1e6
 
     def stop(self) -> None:
-        """End the server, remove its folder."""
+        """End the server and remove its folder."""
         if self._server is not None:
             self._server.terminate()
             self._server.wait(10)

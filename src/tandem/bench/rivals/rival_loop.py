@@ -1,7 +1,7 @@
-"""The loop of a peer's script: run by the peer's own interpreter, so it imports nothing of ours.
+"""The loop of a peer's script, run by the peer's interpreter, so it imports no module of Tandem.
 
-A script beside this module finds it by its own folder; see ``processes`` for what is said over the
-pipes.
+A script beside this module imports it from its own folder; ``processes`` describes the messages on
+the pipes.
 """
 
 import json
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def answer_calls(make_peer: Callable[[], T]) -> T:
-    """Answer calls with the peer's methods until standard input ends, and return the peer."""
-    # Libraries print to standard output, some while they are imported. So descriptor 1 is pointed
-    # at standard error, and answers go to a copy of the old one.
+    """Answer calls with the peer's methods until standard input ends; return the peer."""
+    # Libraries print to standard output, some while they are imported. Descriptor 1 is therefore
+    # redirected to standard error, and answers are written to a copy of the original.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     peer = make_peer()

@@ -20,24 +20,27 @@ REDIS = ("redis[hiredis]==5.2.1", "numpy>=1.26")
 
 
 class Rival(Protocol):
-    """A store of others, with the batch that it was last prepared for."""
+    """Another project's store, with the batch that it was last prepared for."""
 
     @property
     def name(self) -> str:
-        """For the record."""
+        """Name of the rival in the record."""
         ...
 
     def prepare(self, api: str, size: int, batch: int) -> None:
-        """Put and get a batch. Raises: PeerLostError if other bytes come back."""
+        """Put a batch and get it back.
+
+        Raises: PeerLostError (the bytes differ).
+        """
         ...
 
     def measure_us(self, op: str) -> float:
-        """Microseconds for that batch, put under new keys or got."""
+        """Return the microseconds to put that batch under new keys, or to get it."""
         ...
 
 
 class MooncakeStore:
-    """Their master, one process that provides memory, and one client process."""
+    """Mooncake's store: its master, one process that provides memory, and one client process."""
 
     name = "mooncake tcp"
 
@@ -66,12 +69,12 @@ class MooncakeStore:
         return self._client.call("measure", op=op, seconds=MEASURE_S)
 
     def measure_exists(self, count: int) -> float:
-        """Keys a second of one question for so many."""
+        """Return the keys per second of one existence query for ``count`` keys."""
         return self._client.call("measure_exists", count=count)
 
 
 class Redis:
-    """A server and a client process. One of ``path`` tcp or unix."""
+    """A Redis server and a client process; ``path`` is tcp or unix."""
 
     def __init__(self, stack: contextlib.ExitStack, path: str, memory_bytes: int) -> None:
         self.name = f"redis {path}"

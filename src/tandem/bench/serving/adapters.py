@@ -1,9 +1,9 @@
-"""Serving LoRA adapters against the model alone: cases of `tandem bench engine`.
+"""Serving LoRA adapters against the model without adapters: cases of `tandem bench engine`.
 
-One engine, a dense model of random weights in bfloat16 (matrices that every token reads, so that
-nothing hides what adapters cost), adapters of rank 16 on all its projections. 16 requests, two of
-each of eight adapters, take turns with 16 of the model alone. The check is that a request among
-the others gets the tokens that it gets by itself.
+One engine runs a dense model with random bfloat16 weights, since each token reads all of its
+matrices and adapters add the most there, with adapters of rank 16 on all projections. A batch of 16
+requests, two for each of eight adapters, is measured in turn with a batch of 16 without adapters.
+The check is that a request in the mixed batch gets the same tokens as alone.
 """
 
 import tempfile
@@ -29,7 +29,7 @@ CHECK_TOKENS = 8
 
 
 class _Served:
-    """The engine with its adapters, loaded when the first case needs them."""
+    """The engine with its adapters, loaded for the first case."""
 
     def __init__(self, folder: Path, *, quick: bool) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class _Served:
 
     @cached_property
     def adapters(self) -> list[str]:
-        """Digests, one a request."""
+        """Digest of the adapter of each request."""
         table = self.driver.adapters
         generator = torch.Generator().manual_seed(1)
         digests: list[str] = []
@@ -68,19 +68,19 @@ class _Served:
         return [digests[i % NUM_ADAPTERS] for i in range(NUM_REQUESTS)]
 
     def measure(self, phase: Phase, adapters: list[str] | None) -> float:
-        """Tokens/s of a prefill of all prompts, or of decode steps after them."""
+        """Return the tokens/s of a prefill of all prompts, or of decode steps after them."""
         num_tokens = NUM_REQUESTS * (PROMPT_LEN if phase == "prefill" else 1)
         return num_tokens / self.driver.measure(phase, self.prompts, adapters) * 1e3
 
     def check(self) -> str:
-        """Return ``ok``, or whose tokens depend on the company."""
+        """Return ``ok``, or the request whose tokens depend on the others in the batch."""
         driver = self.driver
         together = {
             driver.add(p, CHECK_TOKENS, str(i), a): i
             for i, (p, a) in enumerate(zip(self.prompts, self.adapters, strict=True))
         }
-        # Requests that a measurement cancelled may still have outputs in the queue: draining
-        # returns them too, and they are passed over.
+        # Requests that a measurement cancelled may still have outputs in the queue; those are
+        # returned too, and ignored here.
         drained = driver.drain()
         got = {i: drained[key] for key, i in together.items()}
         for i in range(0, NUM_REQUESTS, 5):
@@ -110,7 +110,7 @@ def make_adapter_cases(*, quick: bool) -> Iterator[BenchCase]:
 
 
 def _write_model(folder: Path, *, quick: bool) -> None:
-    """Write layers of Qwen3-0.6B's shape, or of a toy's."""
+    """Write a model with the layer sizes of Qwen3-0.6B, or with toy sizes."""
     size = 128 if quick else 1024
     config = AutoConfig.for_model(
         "qwen3",

@@ -1,17 +1,17 @@
-"""`tandem bench cluster`: what KV that outlives its request, and its instance, is worth.
+"""`tandem bench cluster`: the gain from KV that outlives its request and its instance.
 
-- ``case=prefix``: the time to the first token of a long prompt of which 15/16 are in the store,
-  against computing all of it. The KV was computed by another instance, so a prefix computed on A
-  hits on B. The ceiling is the same prompt with the 15/16 on the device.
-- ``case=chat``: several conversations take turns on a device that holds few of them. Per turn, the
-  time to the first token with the device's blocks alone (the baseline), with a store in memory, and
-  with a store whose memory is small and whose SSD is not. The shares of a prompt's tokens that were
-  cached stand beside the baseline's name.
-- ``case=interference``: what long prompts cost the requests that decode beside them, with prefill
-  and decode on instances of their own, against one instance on all cores (``interference.py``).
+- ``case=prefix``: the time to first token of a long prompt of which 15/16 are in the store, against
+computing all of it. Another instance computed the stored KV, so the case shows that a prefix
+computed on one instance is found by another. The ceiling is the same prompt with the 15/16 on the
+device. - ``case=chat``: several conversations take turns on a device that holds few of them. Per
+turn, the time to first token with the device's blocks alone (the baseline), with a store in memory,
+and with a store that has little memory and a large SSD. The name of the baseline carries the shares
+of prompt tokens that were cached. - ``case=interference``: the slowdown that long prompts cause to
+requests that are decoding, with prefill and decode on separate instances, against one instance on
+all cores (``interference.py``).
 
-Both arms of the first two run in one process on the same engine, in turn; the store is a process of
-its own. Before a time counts, the tokens must be those that an engine without a store gives.
+Both sides of the first two cases run in one process on the same engine, in turn; the store is a
+separate process. Before a time counts, the tokens must equal those of an engine without a store.
 """
 
 import asyncio
@@ -94,7 +94,9 @@ class _Store:
 
 
 class _Gate:
-    """A ``BlockTransfers`` whose writes can be switched off, not to disturb measurements."""
+    """A ``BlockTransfers`` whose writes can be switched off, so that they do not disturb a
+    measurement.
+    """
 
     def __init__(self, tier: TierService) -> None:
         self.writes = True
@@ -108,7 +110,7 @@ class _Gate:
 
 
 class _Instance:
-    """An engine, with a store or without; requests run one at a time."""
+    """An engine with or without a store, which runs one request at a time."""
 
     def __init__(
         self, folder: Path, store: StoreConfig | None, num_blocks: int, cache: str
@@ -178,7 +180,7 @@ class _Instance:
         return first_s * 1e3, tokens, cached
 
     def settle(self, num_blocks: int) -> None:
-        """Wait until so many blocks have been stored since the start."""
+        """Wait until ``num_blocks`` blocks have been stored since the start."""
         assert self.tier is not None
         self.engine.step()  # Reports the last full blocks.
         deadline_s = time.perf_counter() + START_TIMEOUT_S
@@ -269,7 +271,7 @@ class _Bench:
         )
 
     def chat_cases(self, tiers: str) -> Iterator[BenchCase]:
-        """One case a turn; the device holds half of the conversations."""
+        """Yield one case per turn; the device holds half of the conversations."""
         turn_len = QUICK_TURN_LEN if self._quick else TURN_LEN
         total = NUM_TURNS * turn_len
         num_blocks = 4 * total // BLOCK + 16
@@ -278,7 +280,9 @@ class _Bench:
         hits: dict[tuple[str, int], list[float]] = {}
 
         def play() -> None:
-            """All conversations from their start, in both arms, a turn of each in turn."""
+            """Run all conversations from their start on both sides, one turn of each conversation
+            at a time.
+            """
             texts = [self.draw(total) for _ in range(NUM_CONVERSATIONS)]
             for turn in range(NUM_TURNS):
                 for text in texts:

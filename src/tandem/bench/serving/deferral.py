@@ -1,11 +1,12 @@
-"""`tandem bench deferral`: what deferred experts do to a model's loss and choices.
+"""`tandem bench deferral`: the effect of deferred experts on a model's loss and choices.
 
-Windows of Python source that the models were not trained on; the first tokens of each are a prompt,
-which defers nothing, the others an answer. Ours is a figure of the answers with so many deferred
-experts, the baseline the same without; nothing is timed. The demo model has two experts a token;
-one with 8 of 32 is measured too where it is found, and made by
+The texts are windows of Python source that the models were not trained on. The first tokens of a
+window are a prompt, which defers no experts; the others are an answer. Ours is a figure of the
+answers with a number of deferred experts, the baseline the same figure with none; no time is
+measured. The demo model has two experts per token. A model with 8 of 32 experts per token is
+measured too if it exists; it is made by
 
-    make deferral
+make deferral
 """
 
 import sysconfig
@@ -31,27 +32,28 @@ __all__ = ["MANY_EXPERTS", "make_cases"]
 
 MANY_EXPERTS = Path("~/.cache/tandem/bench/many-experts/model")
 HELD_OUT = ("ast.py", "locale.py", "venv/__init__.py", "unittest/loader.py")
-"""Modules of the standard library that the recipe leaves out, by a hash of their names."""
+"""Modules of the standard library that the training recipe holds out, by a hash of their names."""
 WINDOW, PROMPT = 256, 64
 MAX_DIVERGENCE = 0.05
-"""Nats a token: with as many experts immediate as ``auto`` keeps, a model of eight a token stays
-this near to the one without deferral."""
+"""Largest divergence in nats per token, with as many immediate experts as ``auto`` keeps, of a
+model with eight experts per token from itself without deferral.
+"""
 MAX_WINDOWS, QUICK_WINDOWS = 96, 4
 BLOCK_SIZE = 64
 
 
 class _Scores(NamedTuple):
-    """Figures of all answers' tokens."""
+    """Figures over the tokens of all answers."""
 
     loss: float
     agreement: float
-    """Share of tokens whose likeliest successor is the one without deferral."""
+    """Share of tokens whose most likely successor is the same as without deferral."""
     divergence: float
-    """Kullback-Leibler divergence from the model without deferral, nats a token."""
+    """Kullback-Leibler divergence from the model without deferral, in nats per token."""
 
 
 class _Model:
-    """One model, run with as many deferred experts as are asked for."""
+    """One model, which runs with any number of deferred experts."""
 
     def __init__(self, folder: Path, num_windows: int) -> None:
         self._folder, self._num_windows = folder, num_windows
@@ -59,7 +61,7 @@ class _Model:
 
     @cached_property
     def top_k(self) -> int:
-        """Experts of a token."""
+        """Experts per token."""
         plan = plan_model(self._folder)
         return plan.spec.top_k
 
@@ -80,7 +82,9 @@ class _Model:
         return self._compute(0)
 
     def _compute(self, num_deferred: int) -> list[Tensor]:
-        """Return the log-probabilities after each token of the answers but the last."""
+        """Return the log-probabilities of the next token after each token of the answers except the
+        last.
+        """
         model = load_model(plan_model(self._folder, deferred_experts=num_deferred))
         table = list(range(-(-WINDOW // BLOCK_SIZE)))
         cache = model.allocate_kv(len(table), block_size=BLOCK_SIZE)
@@ -92,7 +96,8 @@ class _Model:
         return logits
 
     def score(self, num_deferred: int) -> _Scores:
-        """Return the figures with so many deferred experts, computed once."""
+        """Return the figures with ``num_deferred`` deferred experts; each number is computed once.
+        """
         if num_deferred not in self._scores:
             ours = self._exact if num_deferred == 0 else self._compute(num_deferred)
             sums, count = torch.zeros(3, dtype=torch.float64), 0
@@ -106,7 +111,9 @@ class _Model:
         return self._scores[num_deferred]
 
     def check(self, num_deferred: int) -> str:
-        """Say what is wrong: a model that knows nothing, or that deferral changes too much."""
+        """Return ``ok``, or the error: the model predicts no better than chance, or deferral
+        changes it too much.
+        """
         score, num_immediate = self.score(num_deferred), self.top_k - num_deferred
         if score.loss >= 8:
             return f"a loss of {score.loss:.2f}: this model knows nothing"
@@ -116,10 +123,10 @@ class _Model:
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield loss, agreement and divergence, for each number of deferred experts.
+    """Yield loss, agreement and divergence for each number of deferred experts.
 
     Args:
-        quick: a few windows of the demo model alone.
+       quick: a few windows, on the demo model alone.
     """
     folders = {"demo": DEMO_FOLDER}
     if not quick and MANY_EXPERTS.expanduser().is_dir():

@@ -1,7 +1,8 @@
 """Both sides of a model benchmark, driven step by step: our engine, and transformers.
 
-Ours is whole engine steps: scheduling, block tables, forward, sampling, bookkeeping. The rival is
-transformers' own forward with a ``DynamicCache``, in an experts implementation and a dtype.
+Ours runs whole engine steps: scheduling, block tables, forward pass, sampling, bookkeeping. The
+rival is transformers' own forward pass with a ``DynamicCache``, in one experts implementation and
+dtype.
 """
 
 import itertools
@@ -44,13 +45,13 @@ Dtype = Literal["float32", "bfloat16"]
 Phase = Literal["prefill", "decode"]
 
 MAX_ROWS = 64
-"""Sequences of a step at most."""
+"""Most sequences in a step."""
 DECODE_STEPS = 8
-"""Steps per measurement; the contexts of both sides grow alike meanwhile."""
+"""Steps per measurement; the contexts of both sides grow by the same number of tokens."""
 
 
 class _TimedRule:
-    """A native gated delta rule that sums up the seconds of its calls."""
+    """A native gated delta rule that adds up the seconds of its calls."""
 
     def __init__(self, rule: _native.GatedDelta) -> None:
         self._rule = rule
@@ -63,16 +64,16 @@ class _TimedRule:
 
 
 class EngineDriver:
-    """Our engine on one model.
+    """Our engine running one model.
 
     Args:
-        folder: the checkpoint's.
-        dtype: what it runs in.
-        expert_format: of its routed experts.
-        linear_format: of its other matrices.
-        num_adapters: that it takes; 0 is none.
-        rules: a file that goes before the built-in ones.
-        packed_cache: where packed experts are kept, as ``model.packed_cache``.
+       folder: folder of the checkpoint.
+       dtype: dtype of activations.
+       expert_format: weight format of routed experts.
+       linear_format: weight format of the other matrices.
+       num_adapters: most adapters loaded at once; 0 for none.
+       rules: file of rules that take precedence over the built-in ones.
+       packed_cache: folder of packed weights, as in the setting ``model.packed_cache``.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class EngineDriver:
         return request_id
 
     def drain(self) -> dict[str, list[int]]:
-        """Step until nothing is left; return the tokens by request."""
+        """Run steps until no request is left; return the tokens by request id."""
         tokens: dict[str, list[int]] = {}
         while self.engine.has_requests:
             for output in self.engine.step():
@@ -135,7 +136,9 @@ class EngineDriver:
         return self._model.forward(PagedBatch.build([chunk], block_size), cache, states=states)
 
     def silence_model(self) -> None:
-        """Have every forward return zeros from now on, so that a step costs what surrounds one."""
+        """Make every later forward pass return zeros, so that a step costs only the work around the
+        model.
+        """
         model, width = self._model, self._model.spec.hidden_size
         hidden = torch.zeros(MAX_ROWS, width, dtype=model.dtype)
         logits = torch.zeros(MAX_ROWS, model.spec.vocab_size)
@@ -155,7 +158,7 @@ class EngineDriver:
         model.project = project
 
     def watch_rules(self) -> None:
-        """Have the gated delta rules of the layers take their times from now on."""
+        """Make the gated delta rules of all layers measure their calls from now on."""
         for module in self._model.skeleton.modules():
             if isinstance(module, GatedDelta):
                 rule = _TimedRule(module.rule.native)
@@ -165,9 +168,10 @@ class EngineDriver:
                 self._rules.append(rule)
 
     def take_rule_ms(self) -> float:
-        """Return the milliseconds between the projections of layers with a state since last asked.
+        """Return the milliseconds that gated delta rules took since the last call of this method.
 
-        That is convolution, gates, recurrence and gated norm, of all layers. Needs ``watch_rules``.
+        This counts convolution, gates, recurrence and gated norm of all layers. Call
+        ``watch_rules`` first.
         """
         seconds = sum(rule.seconds for rule in self._rules)
         for rule in self._rules:
@@ -177,9 +181,9 @@ class EngineDriver:
     def measure(
         self, phase: Phase, prompts: list[list[int]], adapters: list[str] | None = None
     ) -> float:
-        """Milliseconds of a prefill of all prompts, or of a decode step after them.
+        """Return the milliseconds of a prefill of all prompts, or of a decode step after them.
 
-        ``adapters`` has one for each prompt; None is the model alone.
+        ``adapters`` names one adapter per prompt; None uses the model without adapters.
         """
         time_phase = self.time_prefill if phase == "prefill" else self.time_decode
         return time_phase(prompts, adapters)
@@ -196,13 +200,17 @@ class EngineDriver:
         ]
 
     def time_prefill(self, prompts: list[list[int]], adapters: list[str] | None = None) -> float:
-        """Milliseconds until every prompt has its first token; nothing is cached before."""
+        """Return the milliseconds until every prompt has its first token, with nothing cached
+        before.
+        """
         self.engine.flush_cache()
         self._add_all(prompts, 1, adapters)
         return time_call(self.drain) * 1e3
 
     def time_turn(self, history: list[int], message: list[int]) -> tuple[float, float]:
-        """Milliseconds to the first token after a message, with the history cached and without."""
+        """Return the milliseconds to the first token after a message: with the history cached, and
+        without.
+        """
         self.engine.flush_cache()
         self.add(history, 1)
         [answer] = self.drain().values()
@@ -217,7 +225,7 @@ class EngineDriver:
         adapters: list[str] | None = None,
         num_steps: int = DECODE_STEPS,
     ) -> float:
-        """Milliseconds of a decode step, the mean of ``num_steps``."""
+        """Return the milliseconds of a decode step, averaged over ``num_steps``."""
         self.engine.flush_cache()
         ids = self._add_all(prompts, num_steps + 2, adapters)
         started: set[str] = set()
@@ -236,7 +244,8 @@ class EngineDriver:
 def score_reference(folder: Path, prompt: list[int]) -> torch.Tensor:
     """Return transformers' logits [tokens, vocabulary] of a prompt, in bfloat16.
 
-    The model lives in a process that ends, where it does not fit beside those that are compared.
+    The model is loaded in a process that ends afterwards, since it may not fit in memory beside the
+    models that are compared.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
         return torch.from_numpy(child.submit(_score_reference, folder, prompt).result())
@@ -265,8 +274,8 @@ class TransformersDriver:
         return self._model(torch.tensor([prompt]), use_cache=False).logits[0].float()
 
     def measure(self, phase: Phase, prompts: list[list[int]], threads: int) -> float:
-        """Milliseconds of a prefill of all prompts, or of a decode step after them."""
-        torch.set_num_threads(threads)  # Our runner sets its own with every step.
+        """Return the milliseconds of a prefill of all prompts, or of a decode step after them."""
+        torch.set_num_threads(threads)  # Our runner changes torch's thread count in every step.
         return self.time_prefill(prompts) if phase == "prefill" else self.time_decode(prompts)
 
     @torch.inference_mode()
@@ -292,16 +301,16 @@ class TransformersDriver:
         return out
 
     def time_prefill(self, prompts: list[list[int]]) -> float:
-        """Milliseconds of one forward over all prompts."""
+        """Return the milliseconds of one forward pass over all prompts."""
         return time_call(lambda: self.prefill(prompts)) * 1e3
 
     def time_decode(self, prompts: list[list[int]]) -> float:
-        """Milliseconds of a decode step, the mean of a few."""
+        """Return the milliseconds of a decode step, averaged over a few."""
         tokens, cache = self.prefill(prompts)
         return time_call(lambda: self.decode(tokens, cache, DECODE_STEPS)) / DECODE_STEPS * 1e3
 
     def generate(self, prompt: list[int], count: int) -> list[int]:
-        """Return the greedy continuation."""
+        """Return ``count`` tokens of the greedy continuation."""
         tokens, cache = self.prefill([prompt])
         rest = self.decode(tokens, cache, count - 1)
         return [int(tokens[0]), *(int(step[0]) for step in rest)]

@@ -1,16 +1,16 @@
-"""`tandem bench engine`: our engine against transformers' own forward with a cache.
+"""`tandem bench engine`: our engine against transformers' own forward pass with a cache.
 
-Ours is whole engine steps (scheduling, block tables, forward, sampling, bookkeeping). The rival is
-transformers at its fastest here: its experts implementations, float32 and bfloat16, one thread and
-all are tried first, and each case is measured against the combination that won it. Before a time
-counts, both must give the same greedy tokens in float32, and in the case's dtype logits that are
-near the rival's in float32. Served adapters are compared with the model alone (``adapters``).
+Ours runs whole engine steps (scheduling, block tables, forward pass, sampling, bookkeeping). The
+rival is transformers in its fastest combination for the case: all experts implementations, float32
+and bfloat16, one thread and all threads are tried first. Before a time counts, both must give the
+same greedy tokens in float32, and ours in the case's dtype must give logits near the rival's in
+float32. Serving with adapters is compared with the model without them (``adapters``).
 
-A case named ``phase=around`` is a decode step whose model returns zeros: scheduling, block tables,
-sampling and bookkeeping alone, beside the whole step of the demo model as its baseline.
+In a case named ``phase=around`` the model returns zeros, so that the step consists of scheduling,
+block tables, sampling and bookkeeping; its baseline is a whole step of the demo model.
 
-Ceilings: a prefill is compared to what a matrix multiplication of one expert-sized shape reaches
-on the same threads, a decode step to reading the weights it needs once at the speed of a sum.
+Ceilings: a prefill is compared with the rate of a matrix multiplication of an expert's size on the
+same threads, a decode step with reading the needed weights once at the speed of a sum.
 """
 
 import itertools
@@ -34,25 +34,30 @@ from tandem.models.planning.planner import describe_model
 __all__ = ["make_cases"]
 
 DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
-"""Ours is measured in each; the rival always runs in whichever is faster for the case."""
+"""Dtypes in which ours is measured; the rival runs in the one that is faster for the case."""
 
 PROMPT_LEN = 512
-"""Tokens a prefill computes for each sequence."""
+"""Tokens that a prefill computes for each sequence."""
 CONTEXT_LEN = 256
 """Tokens in the cache when decode steps are measured."""
 AROUND_STEPS = 100
-"""A step around the model takes some 60 us, less than the clock's noise over a few."""
+"""Steps of a measurement without the model: one takes some 60 us, so a few would be lost in the
+clock's noise.
+"""
 CHECK_TOKENS = 16
 LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 0.02}
-"""Largest error of a token's logits, as a norm relative to theirs; eight bits of mantissa over the
-layers."""
+"""Largest norm of the error of a token's logits, relative to their norm; bfloat16 rounds to eight
+bits in every layer.
+"""
 RIVALS: list[tuple[str, Dtype]] = [
     (experts, dtype) for experts in ("grouped_mm", "batched_mm") for dtype in DTYPES
 ]
 
 
 class _Bench:
-    """One model; ours and all rivals are loaded once, when the first case needs them."""
+    """One model, in our engine and in all rivals, each loaded once for the first case that needs
+    it.
+    """
 
     def __init__(self, folder: Path, *, quick: bool) -> None:
         self._folder = folder
@@ -78,7 +83,7 @@ class _Bench:
         return [TransformersDriver(self._folder, *kind) for kind in kinds]
 
     def case(self, model: str, dtype: Dtype, phase: Phase, batch: int) -> BenchCase:
-        """Make one case; nothing is loaded before its check, which also picks the rival."""
+        """Return one case; loading, and choosing the fastest rival, are left to its check."""
         length = PROMPT_LEN if phase == "prefill" else CONTEXT_LEN
         prompts: list[list[int]] = []
         chosen: list[tuple[TransformersDriver, int]] = []
@@ -115,7 +120,7 @@ class _Bench:
         )
 
     def around_case(self, batch: int) -> BenchCase:
-        """Make the case of a step without the model's share."""
+        """Return the case of a step whose model returns zeros."""
         drivers: list[EngineDriver] = []
         prompts: list[list[int]] = []
 
@@ -137,7 +142,8 @@ class _Bench:
         )
 
     def _compare_tokens(self, prompt: list[int]) -> str | None:
-        """Greedy tokens of both in float32: None if equal, or both."""
+        """Compare greedy tokens of both sides in float32; return None if equal, else both as text.
+        """
         exact = self.ours("float32")
         exact.engine.flush_cache()
         request_id = exact.add(prompt, CHECK_TOKENS)
@@ -147,7 +153,9 @@ class _Bench:
         return None if got == want else f"greedy tokens differ: {got} and {want}"
 
     def _compare_logits(self, prompt: list[int], dtype: Dtype) -> str | None:
-        """Logits of ours in ``dtype`` against the rival's in float32: None if near, or how far."""
+        """Compare our logits in ``dtype`` with the rival's in float32; return None if near, else
+        the error as text.
+        """
         want = next(r for r in self.rivals if "float32" in r.name).score(prompt)
         got = self.ours(dtype).score(prompt)
         # The median token's error counts: where two experts score nearly alike, a rounding may send
@@ -156,7 +164,7 @@ class _Bench:
         return None if error < LARGEST_ERROR[dtype] else f"logits differ by {error:.4f}"
 
     def _measure_ceiling(self, phase: str, num_tokens: int) -> float:
-        """Milliseconds that the machine's limit allows, from one measurement of that limit."""
+        """Return the milliseconds at the machine's limit, from one measurement of that limit."""
         torch.set_num_threads(self.threads)
         if phase == "decode":
             weights = torch.ones(self.spec.num_active_parameters)
@@ -186,7 +194,7 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
 
 
 def _make_deep_model(folder: Path) -> Path:
-    """Write 48 layers of tiny width with random weights: what is measured is overhead."""
+    """Write a model of 48 very small layers with random weights, whose time is mostly overhead."""
     config = AutoConfig.for_model(
         "qwen3_moe",
         vocab_size=512,

@@ -1,8 +1,10 @@
-"""`tandem bench experts`: what counting the chosen experts costs, beside the step that chooses.
+"""`tandem bench experts`: the cost of counting the chosen experts, against the step that chooses
+them.
 
 Ours is the CPU time of counting the choices of a step, over 10,000 steps of one token each; the
 baseline is the CPU time of a whole decode step of one sequence, sampling included. A ratio of 100
-is one per cent. The demo model's steps are the shortest that are served, so the dearest case.
+means that counting costs one per cent. The demo model has the shortest steps of all served models,
+so its relative cost is the highest.
 """
 
 import time
@@ -24,7 +26,7 @@ NUM_STEPS, QUICK_STEPS = 10_000, 500
 DECODES, QUICK_DECODES = 500, 50
 PROMPT = [5 + i for i in range(16)]
 SHAPES = {"demo": (6, 8, 2), "qwen3-30b-a3b": (48, 128, 8)}
-"""Layers, experts, experts of a token."""
+"""Sizes by model: layers, experts, experts per token."""
 MICROSECONDS = 1e6
 
 

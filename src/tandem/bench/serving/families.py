@@ -1,10 +1,10 @@
-"""`tandem bench families`: what a step of each family costs beside its operators.
+"""`tandem bench families`: the overhead of a step of each model family over its operators.
 
-Random models of each family that CI proves, with the family's own switches: two layers with the
-sizes of a published model (``size=published``), or four small ones (``size=toy``). Ours is a whole
-step of the model, a decode or a prefill; the baseline is the same operators' calls, recorded in a
-step and made again in a loop, on the same buffers: what is between the two is what the step adds.
-The aim is a ratio of at least 1 / 1.05.
+Random models of each family that CI tests, with the family's own settings: two layers with the
+sizes of a published model (``size=published``), or four small layers (``size=toy``). Ours is a
+whole step of the model, prefill or decode. The baseline repeats the step's operator calls, recorded
+before, in a loop on the same buffers; the difference is the step's overhead. The aim is a ratio of
+at least 1 / 1.05.
 """
 
 import tempfile
@@ -38,21 +38,21 @@ __all__ = ["make_cases"]
 QUICK = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 512}
 CONTEXT, BLOCK_SIZE = 128, 64
 STEPS = {"decode batch=1": (1, 1), "decode batch=8": (8, 1), "prefill tokens=256": (1, 256)}
-"""By name: (sequences, tokens of each); tokens of a decode come after a context."""
+"""Steps by name: (sequences, tokens of each); tokens of a decode follow a context."""
 MIN_REPEATS, REPEATS_S = 5, 0.1
 
 Call = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases, a family after the other.
+    """Yield the cases, family by family.
 
     Args:
-        quick: tiny models, and a batch of one.
+       quick: tiny models, and a batch of one.
     """
     for model_type, family in FAMILIES.items():
         if family.config_type:
-            continue  # The same classes as another's.
+            continue  # This family has the same classes as another one.
         has_sizes = not quick and model_type in PUBLISHED_SIZES
         for size in ("published", "toy") if has_sizes else ("toy",):
             sizes = TOY_SIZES | QUICK if quick else TOY_SIZES
@@ -74,7 +74,7 @@ class _Bench:
         self._model: CausalModel | None = None
 
     def case(self, size: str, step: str) -> BenchCase:
-        """Make the case of a kind of step; ``size`` is for its name."""
+        """Return the case of a step; ``size`` is a part of its name."""
         state: dict[str, Any] = {}
 
         def check() -> str:
@@ -95,7 +95,8 @@ class _Bench:
         known = type(config).__dataclass_fields__.keys() | type(config).attribute_map.keys()
         values: dict[str, Any] = {k: v for k, v in self._sizes.items() if k in known}
         if "kv_lora_rank" in known:
-            values.pop("head_dim", None)  # Of the rotated part alone, which has a name of its own.
+            # Here head_dim would be the rotated part alone, which has another field.
+            values.pop("head_dim", None)
         if getattr(config, "sliding_window", None) is None:
             values.pop("sliding_window", None)
         if getattr(config, "layer_types", None):
@@ -112,7 +113,7 @@ class _Bench:
     def _prepare(
         self, num_sequences: int, num_tokens: int
     ) -> tuple[Callable[[], object], list[Call]]:
-        """Return a step, and the operators' calls of one."""
+        """Return a function that runs a step, and the operator calls of one step."""
         model = self._model = self._load() if self._model is None else self._model
         start = CONTEXT if num_tokens == 1 else 0
         num_blocks = -(-(start + num_tokens) // BLOCK_SIZE)
@@ -133,10 +134,10 @@ class _Bench:
 
 
 def _time_best(function: Callable[[], object]) -> float:
-    """Return the milliseconds of the fastest of some calls.
+    """Return the milliseconds of the fastest of several calls.
 
-    Of the processor's time, which on one thread is what a call takes of a machine at rest: others
-    may come between.
+    CPU time is measured: on one thread it equals the elapsed time on an idle machine, and other
+    processes do not add to it.
     """
     torch.set_num_threads(1)
     times: list[float] = []
@@ -149,7 +150,7 @@ def _time_best(function: Callable[[], object]) -> float:
 
 
 def _list_ends(model: CausalModel, batch: PagedBatch) -> list[Call]:
-    """Return the calls before and after the layers."""
+    """Return the operator calls before and after the layers."""
     skeleton = model.skeleton
     hidden = skeleton.model.embed_tokens(batch.token_ids).index_select(0, batch.logit_rows)
     return [
@@ -166,7 +167,7 @@ def _replay(calls: list[Call]) -> None:
 
 
 class _RecordedCore:
-    """The native core, noting what a step calls."""
+    """The native core, recording the calls of a step."""
 
     def __init__(self, calls: list[Call]) -> None:
         self._calls = calls
@@ -183,7 +184,7 @@ class _RecordedCore:
 
 
 class _RecordedPlan:
-    """A planned attention, noting its calls."""
+    """A planned attention, recording its calls."""
 
     def __init__(self, plan: _native.PlannedAttention, calls: list[Call]) -> None:
         self.attend = _note(plan.attend, calls)
@@ -200,7 +201,7 @@ def _note(function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]
 
 @contextmanager
 def _record(calls: list[Call]) -> Iterator[None]:
-    """Note every operator's call of a step until the block ends."""
+    """Record every operator call of a step inside the block."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(step_module, "_native", _RecordedCore(calls)))
         for kind, name in (

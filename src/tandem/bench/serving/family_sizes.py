@@ -1,9 +1,9 @@
-"""Sizes of published models: two layers of each family, for `tandem bench families`, and six layers
-of GLM-4.7-Flash and of Gemma 4 26B-A4B, for `tandem bench model`.
+"""Sizes of published models: two layers of each family for `tandem bench families`, and six layers
+of GLM-4.7-Flash and Gemma 4 26B-A4B for `tandem bench model`.
 
-The smaller models of each family, as what a step adds to its operators weighs most there. Layers,
-vocabulary and the number of experts are cut so that memory stays below 8 GB; the experts that a
-token uses, and every width, are the model's.
+Each family is represented by one of its smaller models, in which the overhead of a step weighs
+most. The numbers of layers, of experts and of the vocabulary are cut so that memory stays below 8
+GB; all widths and the experts per token are the model's.
 """
 
 from typing import Any
@@ -108,7 +108,7 @@ PUBLISHED_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         _make(2880, 64, 8, 64, 2880, sliding_window=128) | _make_moe(2880, 16, 4),
     ),
 }
-"""By family: (whose sizes, the sizes)."""
+"""Sizes by family: (name of the model they are from, the sizes)."""
 
 GLM_FLASH_SHAPE: dict[str, Any] = {
     "hidden_size": 2048,
@@ -162,7 +162,9 @@ GEMMA4_SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 32_000,
 }
-"""The head is a matrix of its own, as random weights that are tied would name the token itself."""
+"""Sizes of Gemma 4. The head is not tied to the embedding: with random tied weights each token
+would predict itself.
+"""
 QUICK_GEMMA4_SHAPE = GEMMA4_SHAPE | {
     "hidden_size": 256,
     "intermediate_size": 192,

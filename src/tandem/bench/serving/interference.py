@@ -1,11 +1,11 @@
-"""The effect of long prompts on the requests that decode beside them, with prefill apart and
-without.
+"""The slowdown of decoding requests by long prompts, with separate prefill instances and without.
 
-Two servings of one model on the same cores, whose processes run at the same time and are loaded in
-turn: ``--prefill 1 --decode 1``, each on half of the cores, against one unified instance on all.
-Some requests decode; meanwhile prompts arrive, each as soon as the one before has its first token.
-Reported are the 99th percentile of the time between tokens of those that decode, from the first
-prompt's arrival to the last one's first token, and the median time to the prompts' first tokens.
+Two deployments of one model run at the same time on the same cores and are loaded in turn:
+``--prefill 1 --decode 1``, each instance on half of the cores, against one unified instance on all.
+Some requests decode while prompts arrive, each as soon as the one before has its first token. The
+figures are the 99th percentile of the time between tokens of the decoding requests, from the first
+prompt's arrival to the last prompt's first token, and the median time to first token of the
+prompts.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class _Serving:
-    """A cluster on an event loop of its own, which goes on between measurements."""
+    """A cluster on its own event loop, which also runs between measurements."""
 
     def __init__(self, model: Path, cache: str, weight_format: str, config: ClusterConfig) -> None:
         common = InstanceSpec(
@@ -66,7 +66,7 @@ class _Serving:
         return self._thread.run(work, CALL_TIMEOUT_S)
 
     def close(self) -> None:
-        with contextlib.suppress(Exception):  # The processes end with us in any case.
+        with contextlib.suppress(Exception):  # The processes end with this one in any case.
             self._call(self._cluster.__aexit__(None, None, None))
         self._thread.close(CALL_TIMEOUT_S)
 
@@ -80,7 +80,9 @@ class _Serving:
         return self._call(serve())
 
     def measure(self, decodes: list[list[int]], prompts: list[list[int]]) -> tuple[float, float]:
-        """Return (99th percentile between tokens, median to first tokens), milliseconds."""
+        """Return the 99th percentile of the time between tokens and the median time to first token,
+        in milliseconds.
+        """
         return self._call(self._measure(decodes, prompts))
 
     async def _submit(self, prompt: list[int], num_tokens: int) -> Any:
@@ -145,15 +147,15 @@ def make_interference_cases(
     *,
     quick: bool,
 ) -> Iterator[BenchCase]:
-    """Yield the two cases; the second reports what the first has measured, or measures anew.
+    """Yield the two cases; both figures come from one measurement, made by the first case.
 
     Args:
-        model: folder of a checkpoint.
-        cache: folder of its packed weights, shared by all instances.
-        weight_format: of experts and matrices.
-        draw: makes random token ids.
-        prompt_len: of the prompts that arrive.
-        quick: fewer requests decode.
+       model: folder of a checkpoint.
+       cache: folder of its packed weights, shared by all instances.
+       weight_format: weight format of experts and matrices.
+       draw: returns random token ids.
+       prompt_len: tokens of the prompts that arrive.
+       quick: fewer requests decode.
     """
     arms: dict[str, _Serving] = {}
     spare: dict[tuple[str, int], list[float]] = {}

@@ -1,12 +1,12 @@
-"""`tandem bench load`: from a GGUF file to the first token, beside llama.cpp.
+"""`tandem bench load`: from a GGUF file to the first token, against llama.cpp.
 
 Six layers of Qwen3-30B-A3B with random weights, quantized by the ``gguf`` package. Ours and
-llama.cpp load the same file, each round in a process of its own, and answer a prompt; the clock
-starts when the process has imported what it needs. ``pages=kept``: the file is in the page cache on
-both sides; ``pages=dropped``: neither it nor what was packed is, before each of the two.
-``start=cold`` packs what the file has; ``start=cached`` maps what an earlier start packed. Checked
-before a time counts: logits are llama.cpp's, and memory of our own is at most the packed model and
-a layer.
+llama.cpp load the same file, in every round in a new process, and answer a prompt; the clock starts
+when the process has imported its libraries. ``pages=kept``: the file is in the page cache.
+``pages=dropped``: neither the file nor our packed weights are in the page cache when a side starts.
+``start=cold`` packs the file's weights; ``start=cached`` maps weights packed by an earlier start.
+Checked before a time counts: our logits are near llama.cpp's, and our anonymous memory is at most
+the packed model and one layer.
 """
 
 import json
@@ -34,16 +34,17 @@ from tandem.core.errors import UnsupportedError
 __all__ = ["make_cases"]
 
 TYPES = {"q8_0": 0.1, "q4_0": 0.25}
-"""Type of the file, and how far logits may be from llama.cpp's, as a norm: both sides code
-activations as they like, and one token's experts may be others."""
+"""Largest norm of the difference from llama.cpp's logits, by type of the file: both sides quantise
+activations, each differently, and a token near a tie may choose other experts.
+"""
 PROMPT_TOKENS = 32
 SLACK_BYTES = 256 << 20
-"""Bytes of an allocator and of a step, beside the weights."""
+"""Bytes allowed for the allocator and for a step, in addition to the weights."""
 TIMEOUT_S = 1800.0
 
 
 def drop_pages(root: Path) -> None:
-    """Take a file, or all of a folder, out of the page cache, once they are written."""
+    """Evict a file, or all files of a folder, from the page cache, after writing them to disk."""
     for path in [root] if root.is_file() else filter(Path.is_file, root.rglob("*")):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -51,7 +52,7 @@ def drop_pages(root: Path) -> None:
 
 
 class _Bench:
-    """The files of one shape, and the ways to load them."""
+    """The files of one shape, and both ways to load them."""
 
     def __init__(self, folder: Path, shape: dict[str, int]) -> None:
         self._folder = folder
@@ -72,7 +73,7 @@ class _Bench:
         return folder
 
     def file(self, kind: str) -> Path:
-        """Return the file of a type, written when it is first asked for."""
+        """Return the file of a type; the first call writes it."""
         path = self._folder / f"{kind}.gguf"
         if not path.exists():
             with RivalProcess(self.python, "llama_cpp_rival.py", "llama.cpp") as peer:
@@ -86,12 +87,12 @@ class _Bench:
         return path
 
     def drop(self, kind: str) -> None:
-        """Take the file of a type, and all that was packed, out of the page cache."""
+        """Evict the file of a type, and all packed weights, from the page cache."""
         drop_pages(self.file(kind))
         drop_pages(self._folder / "packed")
 
     def ours(self, kind: str, *, is_cached: bool) -> dict[str, Any]:
-        """Load in a process of its own."""
+        """Load with our engine in a new process; return its report."""
         cache = str(self._folder / "packed") if is_cached else "off"
         prompt = ",".join(map(str, self.prompt))
         command = [
@@ -109,7 +110,9 @@ class _Bench:
         return json.loads(done.stdout.splitlines()[-1])
 
     def theirs(self, kind: str) -> tuple[float, list[float]]:
-        """Return seconds and logits of llama.cpp, which takes its own time, as we do."""
+        """Load with llama.cpp; return the seconds, measured in its process as ours are in ours, and
+        the logits.
+        """
         threads = _native.recommend_threads(_native.read_topology()).threads
         with RivalProcess(self.python, "llama_cpp_rival.py", "llama.cpp") as peer:
             seconds, logits = peer.call(
@@ -118,9 +121,9 @@ class _Bench:
         return seconds, logits
 
     def check(self, kind: str, *, is_cached: bool) -> str:
-        """Say what is wrong with a load; ``ok`` if nothing is."""
+        """Return ``ok``, or the error found in a load."""
         if is_cached:
-            self.ours(kind, is_cached=True)  # Fills the cache.
+            self.ours(kind, is_cached=True)  # Fills the cache of packed weights.
         ours = self.ours(kind, is_cached=is_cached)
         want = torch.tensor(self.theirs(kind)[1])
         distance = ((torch.tensor(ours["logits"]) - want).norm() / want.norm()).item()
@@ -136,8 +139,8 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
     """Yield the cases.
 
     Args:
-        quick: a tiny model.
-        with_peers: must be true: without llama.cpp there is nothing to compare with.
+       quick: a tiny model.
+       with_peers: must be true: llama.cpp is the only baseline.
     """
     if not with_peers:
         raise UnsupportedError("bench.load", "the rival is llama.cpp: give --with-peers")

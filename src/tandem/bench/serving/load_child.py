@@ -1,8 +1,9 @@
-"""Loads one model in a process of its own, gives its first token, and says what that took.
+"""Loads one model in a new process, computes its first token, and reports the time and memory.
 
-``python -m tandem.bench.serving.load_child MODEL CACHE TOKENS``: MODEL as of ``tandem serve``,
-CACHE a folder or ``off``, TOKENS of a prompt, by commas. Prints one JSON object. The clock starts
-when everything is imported, as it does for the rival. ``phases_s`` tells where the time went.
+``python -m tandem.bench.serving.load_child MODEL CACHE TOKENS``: MODEL as for ``tandem serve``,
+CACHE a folder or ``off``, TOKENS of a prompt, separated by commas. Prints one JSON object. The
+clock starts when all imports are done, as it does for the rival. ``phases_s`` divides the time into
+phases.
 """
 
 import json
@@ -23,29 +24,29 @@ __all__ = ["main"]
 
 PAGE_BYTES = 4096
 WRITE_TIMEOUT_S = 900.0
-"""For the packed weights to come to the disk, after the clock has stopped."""
+"""Longest wait in seconds for the packed weights to be on disk, after the clock has stopped."""
 
 
 def read_memory() -> int:
-    """Return the bytes of memory that are this process's own: no file's pages."""
+    """Return the bytes of anonymous memory of this process, without pages of files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
 def touch_memory(size_bytes: int) -> None:
-    """Touch as much memory as a model takes, and give it back.
+    """Touch as much memory as a model takes, and free it.
 
-    The host of a virtual machine supplies memory at the first touch since it was started, at a
-    tenth of the speed of clearing it. A rival that maps its file needs none, ours does: without
-    this the first rounds measure the host and the later ones us.
+    The host of a virtual machine supplies a page at its first touch since the machine started, ten
+    times slower than clearing a page. A rival that maps its file needs no such pages, ours does:
+    without this call the first rounds would measure the host of the machine.
     """
     memory = AlignedBuffer(size_bytes, hugepages=True).array()
     memory[::PAGE_BYTES] = 1
 
 
 def main(model: str, cache: str, prompt: list[int]) -> dict[str, object]:
-    """Load, prefill, and return what it took: seconds, bytes, the first token and its logits."""
+    """Load the model and run a prefill; return seconds, bytes, the first token and its logits."""
     pool = ThreadPool(recommend_threads(read_topology()).threads)
     before, peak, calls = read_memory(), 0, 0
 

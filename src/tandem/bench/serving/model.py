@@ -1,21 +1,21 @@
 """`tandem bench model`: some layers of large MoE models with experts in each weight format.
 
-The shapes are Qwen3-30B-A3B's with six of its 48 layers, in the cases named ``mla``
-DeepSeek-V2-Lite's with four of its 27, and in those named ``hybrid`` Qwen3.6-35B-A3B's with six of
-its 40, five of them with a state, ``glm`` GLM-4.7-Flash's with six of its 47 and ``gemma4`` Gemma 4
-26B-A4B's with six of its 30; all with a vocabulary of 32,000 and random weights: large
-enough that no cache holds them, small enough for a laptop. Ours is whole engine steps; the
-rival is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp and its fork
-ik_llama.cpp in the format nearest to ours, from the very same weights. Before a time counts, logits
-must be near transformers', as far as the format's own error; the peer's as well. The hybrid's
-experts, and Gemma's, are too many for a third model beside: with peers their logits are compared
-with the peer's, and so are GLM's. The hybrid's prefill also tells the share of convolution, gates,
-recurrence and gated norm, and a case more what a message costs after a long history. Cases named
-``gguf`` run one file in one of GGUF's types in all three (``stored``).
+The shapes are Qwen3-30B-A3B's with six of its 48 layers; in cases named ``mla`` DeepSeek-V2-Lite's
+with four of its 27; in cases named ``hybrid`` Qwen3.6-35B-A3B's with six of its 40, five of them
+with a recurrent state; in cases named ``glm`` GLM-4.7-Flash's with six of its 47; in cases named
+``gemma4`` Gemma 4 26B-A4B's with six of its 30. All have a vocabulary of 32,000 and random weights,
+so that they exceed the caches and still fit into a laptop. Ours runs whole engine steps. The rival
+is transformers in bfloat16 with grouped experts or, ``--with-peers``, llama.cpp and its fork
+ik_llama.cpp in the format nearest to ours, from the same weights. Before a time counts, the logits
+of ours and of the peer must be near transformers', within the error of the format. Qwen3.6's and
+Gemma's experts leave no memory for a third model: with peers their logits are compared with the
+peer's alone, and so are GLM's. The prefill of ``hybrid`` also reports the share of convolution,
+gates, recurrence and gated norm; another case of it measures a message after a long history. Cases
+named ``gguf`` run one file of a GGUF type in all three engines (``stored``).
 
-The ceiling of a decode step is reading, once, the packed bytes of the distinct experts that its
-tokens choose and all other weights, at the speed at which a bank of experts is read; that of a
-prefill is left to `tandem bench moe` and `linear`, whose operators bound it.
+The ceiling of a decode step is reading once the packed bytes of the distinct experts that its
+tokens choose and of all other weights, at the rate at which a bank of experts is read. A prefill
+has no ceiling here: `tandem bench moe` and `linear` bound its operators.
 """
 
 import json
@@ -70,39 +70,45 @@ LINEAR_FORMATS = {
     "glm4_moe_lite": {"int8g128": "int8g128", "int4g32sym": "int4g32sym"},
     "gemma4_text": {"int8g64": "int8g64", "int4g32sym": "int4g32sym"},
 }
-"""By model, the cases' formats of experts, and of the other matrices. V2-Lite's dense layer has
-10,944 columns, and Gemma 4's experts 704, which are no whole groups of 128. Most of V2-Lite's
-weights in a step are no routed experts': there all have the four bits, and the one scale, of the
-peers' files, and so in the last two."""
+"""By model: the cases' formats of experts, with the format of the other matrices in each. The dense
+layer of V2-Lite has 10,944 columns and Gemma 4's experts have 704, which are not multiples of 128.
+Most weights of a V2-Lite step are not routed experts: all of them have four bits and one scale per
+group, as in the peers' files, and so have those of the last two models.
+"""
 HEAD_RULES = """\
 - match: {name: "^lm_head$"}
   replace: {class: LmHead, kwargs: {format: int8g128}}
 """
-"""The head has eight bits in all files of peers, so it has in ours."""
+"""Rules that give the head eight bits, as the peers' files do."""
 LARGEST_ERROR = {
     **dict.fromkeys(("int8g128", "int8g64"), 0.08),
     "int4g32": 0.35,
     "int4g32sym": 0.5,
     "bf16": 0.06,
 }
-"""Largest error of a token's logits against the rival's, as a norm relative to theirs: the format's
-own error of one layer (0.021, 0.145, 0.005), over six layers whose errors add as random ones do,
-and bfloat16's in everything else, on both sides: 0.03 is seen between two that are right."""
+"""Largest norm of the error of a token's logits against the rival's, relative to their norm. It
+covers the format's error in one layer (0.021, 0.145, 0.005), added as random errors are over six
+layers, and the rounding of bfloat16 on both sides: 0.03 was measured between two correct models.
+"""
 LARGEST_ALONE_ERROR = {"int8g128": 0.35, "int8g64": 0.35, "int4g32": 0.8, "int4g32sym": 0.8}
-"""Largest error of ours and of a peer against transformers, if these do not fit beside both: six
-layers choose 8 of 128 or 256 experts by scores that lie close."""
+"""Largest error of ours and of a peer against transformers, for models that are compared one at a
+time: six layers choose 8 of 128 or 256 experts by scores that are close together.
+"""
 ERROR_FACTORS = {"qwen3_5_moe_text": 1.5, "glm4_moe_lite": 4.0}
-"""Factors of the error that these may have, up to ``FOUR_BITS_ERROR``. With states 0.080 is seen in
-two small layers, as far from float32 as from bfloat16, for a state carries the errors of all tokens
-before it. GLM-4.7-Flash's four experts of a token have about the same weight, so that one that
-bfloat16 chooses otherwise is a quarter of the sum: llama.cpp in q8_0 is 0.23 off."""
+"""Factors by which the error of these models may be larger, up to ``FOUR_BITS_ERROR``. A recurrent
+state carries the errors of all earlier tokens: 0.080 was measured in two small layers, against
+float32 as well as bfloat16. The four experts per token of GLM-4.7-Flash have nearly equal weights,
+so that one different choice in bfloat16 changes a quarter of the sum: llama.cpp in q8_0 is off by
+0.23.
+"""
 FOUR_BITS_ERROR = 0.8
 PEER_LARGEST_ERROR = {
     **dict.fromkeys(("int8g128", "int8g64"), 0.1),
     **dict.fromkeys(("int4g32", "int4g32sym"), 0.6),
 }
-"""The same of llama.cpp, which has q4_0, without minimum, in attention as well; its fork was seen
-0.080 off in q8_0, with AVX-512."""
+"""Largest error of llama.cpp's logits, by our format. Its q4_0 has no minimum and is used in
+attention too; its fork was off by 0.080 in q8_0, with AVX-512.
+"""
 NEEDED_BYTES = {
     "qwen3_moe": 17 << 30,
     "deepseek_v2": 9 << 30,
@@ -110,8 +116,9 @@ NEEDED_BYTES = {
     "glm4_moe_lite": 17 << 30,
     "gemma4_text": 17 << 30,
 }
-"""Bytes of two models in bfloat16, 7 and 4 GB each, and what is made of them; of the third and the
-last, which have 10 GB, packed."""
+"""Memory needed, in bytes: for two models in bfloat16 of 7 and 4 GB with our packed copies; the
+third and the last take 10 GB each when packed.
+"""
 WORDS = {
     "qwen3_moe": "",
     "deepseek_v2": "mla ",
@@ -119,24 +126,26 @@ WORDS = {
     "glm4_moe_lite": "glm ",
     "gemma4_text": "gemma4 ",
 }
-"""First words of the names of a model's cases."""
+"""First words in the names of a model's cases."""
 HEAD_NORMS = (".self_attn.q_norm.weight", ".self_attn.k_norm.weight")
 APART = ("qwen3_5_moe_text", "gemma4_text", "glm4_moe_lite")
-"""Models that are compared with the peer's alone: a third does not fit beside them, or tells less,
-as its bfloat16 chooses other experts than either."""
+"""Models whose logits are compared with the peer's alone: transformers does not fit into memory
+beside both, or its bfloat16 chooses other experts than either of them.
+"""
 FORKED = ("qwen3_moe", "deepseek_v2")
-"""Models that llama.cpp's fork runs as fast as any: it is behind with states, and knows neither
-GLM-4.7-Flash's routers nor Gemma 4."""
+"""Models for which the fork of llama.cpp is a rival: it is slower with recurrent states, and
+supports neither GLM-4.7-Flash's routers nor Gemma 4.
+"""
 LLAMA_TYPES = {
     **dict.fromkeys(("int8g128", "int8g64"), "q8_0"),
     **dict.fromkeys(("int4g32", "int4g32sym"), "q4_0"),
 }
 DECODE_CONTEXT = 128
 SPARE = 64
-"""Tokens of context a sequence, for what is decoded in a measurement."""
+"""Tokens of context per sequence reserved for what a measurement decodes."""
 PREFILLS, BATCHES = (128, 512, 2048), (1, 4, 16)
 TURN = (32_000, 256)
-"""Tokens of a chat so far, and of the next message."""
+"""Tokens of a chat's history, and of the next message."""
 QUICK_TURN = (512, 64)
 CONTEXT = 36_864
 LATENT_SHAPE = {
@@ -156,8 +165,9 @@ LATENT_SHAPE = {
     "first_k_dense_replace": 1,
     "vocab_size": 32_000,
 }
-"""Queries are compressed as in DeepSeek-V2, V3 and Kimi-K2: those of V2-Lite are not, and the peers
-read such a model with 27 layers only."""
+"""Sizes of DeepSeek-V2-Lite, but with queries compressed as in DeepSeek-V2, V3 and Kimi-K2: the
+peers accept uncompressed queries, as V2-Lite has them, only in a model of 27 layers.
+"""
 QUICK_LATENT_SHAPE = LATENT_SHAPE | {
     "q_lora_rank": 128,
     "hidden_size": 256,
@@ -215,7 +225,8 @@ QUICK_SHAPE = SHAPE | {
 
 
 class _Bench:
-    """One random model; each side is loaded when the first case needs it, one format at a time."""
+    """One random model; each side is loaded for the first case that needs it, one format at a time.
+    """
 
     def __init__(
         self,
@@ -251,7 +262,7 @@ class _Bench:
         return path
 
     def find_rules(self, weight_format: str) -> Path | None:
-        """Return the rules for the head where the other matrices have fewer bits."""
+        """Return the rules for the head if the other matrices have fewer bits; otherwise None."""
         return self.rules if self._linear_formats[weight_format].startswith("int4") else None
 
     @cached_property
@@ -273,15 +284,16 @@ class _Bench:
 
     @cached_property
     def reference(self) -> torch.Tensor | None:
-        """Logits of ``check_prompt`` where the rival does not fit beside ours and a peer.
+        """transformers' logits of ``check_prompt``, if transformers does not fit beside ours and a
+        peer.
 
-        Asked for before either is loaded.
+        Read this before loading either of them.
         """
         return None if self.has_reference else score_reference(self.folder, self.check_prompt)
 
     @cached_property
     def bandwidth(self) -> torch.Tensor:
-        """Bytes to read, far more than a cache holds."""
+        """A tensor that is read to measure the bandwidth, far larger than a cache."""
         return torch.ones(64 << 20, dtype=torch.float32)
 
     def ours(self, weight_format: str) -> EngineDriver:
@@ -299,8 +311,8 @@ class _Bench:
         return self._ours[1]
 
     def llama(self, peer: str, weight_format: str, batch: int, context_len: int = 0) -> LlamaCpp:
-        """Return a peer in the type nearest to a format, loaded; a context of 0 is enough for the
-        rest.
+        """Return a loaded peer in the type nearest to a format; ``context_len`` 0 takes the length
+        that the case kinds need.
         """
         kind = LLAMA_TYPES[weight_format]
         tokens = context_len or (DECODE_CONTEXT if batch > 1 else max(PREFILLS))
@@ -327,7 +339,7 @@ class _Bench:
     def case(
         self, weight_format: str, phase: Phase, tokens: int, batch: int, peer: str | None
     ) -> BenchCase:
-        """Make a case against a peer by name, or against transformers."""
+        """Return a case against a peer by name; peer None means transformers."""
         prompts: list[list[int]] = []
 
         def find_rival() -> LlamaCpp | None:
@@ -374,7 +386,7 @@ class _Bench:
         )
 
     def turn_case(self, weight_format: str, tokens: tuple[int, int], peer: str | None) -> BenchCase:
-        """Make a case of a message after a history, against computing all tokens."""
+        """Return the case of a message after a cached history, against computing all tokens."""
         history, message = tokens
         generator = torch.Generator().manual_seed(1)
         drawn = torch.randint(0, self.spec_vocab, (history + message,), generator=generator)
@@ -413,7 +425,9 @@ class _Bench:
     def check_logits(
         self, weight_format: str, tokens: list[int], peer: LlamaCpp | None
     ) -> str | None:
-        """Say which side's logits are too far from the reference's, or from each other."""
+        """Return the side whose logits are too far from the reference or from the other side; None
+        if both are near.
+        """
         got = self.ours(weight_format).score(tokens)
         factor = ERROR_FACTORS.get(self.model_type, 1.0)
         largest, largest_peer = (
@@ -431,7 +445,9 @@ class _Bench:
         return None if error < largest else f"logits differ by {error:.4f}"
 
     def _check_both(self, weight_format: str, peer: LlamaCpp) -> str | None:
-        """Say which of ours and a peer's logits are farther from transformers' than they may be."""
+        """Return the side, ours or the peer's, whose logits are too far from transformers'; None if
+        both are near.
+        """
         assert self.reference is not None, "a model that fits beside two others"
         ours = _compare(self.ours(weight_format).score(self.check_prompt), self.reference)
         theirs = _compare(peer.score(self.check_prompt), self.reference)
@@ -453,7 +469,9 @@ class _Bench:
         return "transformers grouped_mm bfloat16"
 
     def _measure_reading(self, weight_format: str, batch: int) -> float:
-        """Milliseconds that reading a decode step's weights takes, from one reading just now."""
+        """Return the milliseconds of reading a decode step's weights, from one measurement of the
+        bandwidth.
+        """
         torch.set_num_threads(self.threads)
         seconds_per_byte = time_call(self.bandwidth.sum) / self.bandwidth.nbytes
         spec = self.spec
@@ -474,12 +492,12 @@ class _Bench:
 
 
 def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
-    """Yield the cases, a format after the other.
+    """Yield the cases, format by format.
 
     Args:
-        quick: a tiny model and the ends of the ranges.
-        with_peers: the baselines are llama.cpp and its fork where they have the format, installed
-            if need be, each with cases of its own.
+       quick: a tiny model and the ends of each range.
+       with_peers: the baselines are llama.cpp and its fork if they have the format, each in cases
+           of its own; they are installed if need be.
     """
     disable_progress_bar()
     shapes: dict[str, Mapping[str, Any]] = {
@@ -518,12 +536,13 @@ def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[Ben
 
 
 def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Compare the median token: where two experts score alike, one may go to the other."""
+    """Return the error of the median token: a token whose experts nearly tie may differ much more.
+    """
     return ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
 
 
 def _check_memory(needed: int) -> None:
-    """Refuse where both models would not fit."""
+    """Raise an error if memory is too small for both models."""
     free = _native.read_topology().memory_available_bytes
     if free < needed:
         raise CapacityError(
@@ -538,7 +557,7 @@ def write_random_model(
     *,
     model_type: str = "qwen3_moe",
 ) -> None:
-    """Write a checkpoint of random bfloat16 weights, a layer a file."""
+    """Write a checkpoint with random bfloat16 weights, one file per layer."""
     # norm_topk_prob is set only for the classes that read it; other classes keep their default.
     weighting = {"norm_topk_prob": model_type == "qwen3_moe"} if model_type in FORKED else {}
     config = AutoConfig.for_model(
@@ -552,7 +571,7 @@ def write_random_model(
 
 
 def write_random_weights(folder: Path, config: Any) -> None:
-    """Write a checkpoint of random bfloat16 weights of a configuration, a layer a file."""
+    """Write a checkpoint with random bfloat16 weights for a configuration, one file per layer."""
     family = find_family(config.model_type)
     assert family is not None, config.model_type
     config.architectures = [family.architecture]

@@ -1,9 +1,9 @@
-"""`tandem bench plan`: what the planner predicts of this machine, beside what it measures.
+"""`tandem bench plan`: the planner's prediction for this machine against a measurement.
 
-Ours is an engine step of a random model with the layers of Qwen3-30B-A3B, fewer of them. The
-baseline is the planner's time for the same step, from a calibration of that very round: bandwidth,
-peaks and our kernels' shares of them are measured again each time, so that a neighbour who slows
-the machine slows both. The ratio is predicted over measured; 1 is right.
+Ours is an engine step of a random model with some layers of Qwen3-30B-A3B. The baseline is the
+planner's time for the same step, from a calibration of the same round: bandwidth, peak rates and
+our kernels' shares of them are measured again in each round, so that other load on the machine
+slows both. The ratio is predicted over measured time; 1 is exact.
 """
 
 import json
@@ -24,7 +24,7 @@ from tandem.placement.shape import ModelShape, read_shape
 __all__ = ["make_cases"]
 
 NUM_LAYERS = 3
-"""Layers, of Qwen3-30B-A3B's 48: 3.6 GB in bf16."""
+"""Layers of Qwen3-30B-A3B's 48 that the model has: 3.6 GB in bf16."""
 CONTEXT = 128
 CASES: tuple[tuple[str, Phase, int, int], ...] = (
     ("int8g128", "decode", CONTEXT, 1),
@@ -35,13 +35,13 @@ CASES: tuple[tuple[str, Phase, int, int], ...] = (
     ("bf16", "decode", CONTEXT, 1),
     ("bf16", "prefill", 256, 1),
 )
-"""Format, phase, tokens of a prompt, sequences."""
+"""Cases as (format, phase, tokens of a prompt, sequences)."""
 PLANNED_NAMES = {"int8g128": "int8", "int4g32": "int4g32", "bf16": "bf16"}
 QUICK_EXPERTS = 16
 
 
 class _Bench:
-    """One random model, loaded in one format at a time, and the planner's view of it."""
+    """One random model, loaded in one format at a time, and the planner's description of it."""
 
     def __init__(self, folder: Path, shape: Mapping[str, int], num_experts: int | None) -> None:
         self._folder, self._shape, self._num_experts = folder, shape, num_experts
@@ -73,7 +73,7 @@ class _Bench:
         return self._ours[1]
 
     def predict(self, weight_format: str, phase: Phase, tokens: int, batch: int) -> float:
-        """Return the planner's milliseconds, from a calibration of now."""
+        """Return the planner's milliseconds, from a calibration made now."""
         self.calibrator.forget()
         self.calibrator.measure()
         now = self.calibrator.sum_up()
@@ -114,10 +114,10 @@ class _Bench:
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases, a format after the other.
+    """Yield the cases, format by format.
 
     Args:
-        quick: a tiny model, whose times are all overhead: only that it runs.
+       quick: a tiny model, only to show that the bench runs: its times are all overhead.
     """
     shape = QUICK_SHAPE if quick else {**SHAPE, "num_hidden_layers": NUM_LAYERS}
     with tempfile.TemporaryDirectory() as scratch:

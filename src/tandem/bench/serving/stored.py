@@ -1,10 +1,11 @@
-"""One GGUF file in our engine, in llama.cpp and in its fork: cases ``gguf=TYPE`` of `bench model`.
+"""One GGUF file in our engine, in llama.cpp and in its fork: cases ``gguf=TYPE`` of `tandem bench
+model`.
 
-The file has the shape of `bench model` and random blocks: of Gaussian weights, coded once and drawn
-again and again, or of random bytes for types of codebooks, which nothing here codes. Matrices are
-all of one type, with the head and the embedding in Q6_K, or of a mixture such as q4_k_m. Ours runs
-from the file's own codes. Before a time counts, our logits must be near each peer's, or those of
-the decoded file without peers.
+The file has the shape of `tandem bench model` and random blocks: coded from Gaussian weights once
+and repeated, or random bytes for types with codebooks, for which no encoder exists here. All
+matrices have one type, with the head and the embedding in Q6_K, or a mixture such as q4_k_m. Ours
+computes on the file's own codes. Before a time counts, our logits must be near each peer's, or,
+without peers, near those of the decoded file.
 """
 
 import sys
@@ -41,7 +42,7 @@ KINDS = (
     *("q4_0", "q4_k", "q5_k", "q6_k", "iq4_xs", "q4_k_m", "q2_k", "q3_k"),
     *("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"),
 )
-"""Types of all matrices, and mixtures; those of one type have Q6_K in the head."""
+"""Types of all matrices, and mixtures of types; a file of one type has its head in Q6_K."""
 QUICK_KINDS = ("q4_k_m", "iq2_xs")
 SHAPE = {
     "hidden_size": 2048,
@@ -55,7 +56,7 @@ SHAPE = {
     "num_experts_per_tok": 8,
     "vocab_size": 32_000,
 }
-"""Shape of Qwen3-30B-A3B, with six of its 48 layers."""
+"""Shape of Qwen3-30B-A3B with six of its 48 layers."""
 QUICK_SHAPE = SHAPE | {
     "hidden_size": 256,
     "moe_intermediate_size": 256,
@@ -68,20 +69,21 @@ QUICK_SHAPE = SHAPE | {
 DECODE_CONTEXT, SPARE, PREFILL = 128, 64, 512
 BATCHES = (1, 16)
 LARGEST_ERROR = 0.1
-"""Largest error of a token's logits against those of another program on the same file, as a norm:
-activations are coded in other groups on the other side."""
+"""Largest norm of the difference from another program's logits for the same file: the other program
+quantises activations in other groups.
+"""
 POOL_BLOCKS = 4096
 HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}
-"""Places of a block's fp16 numbers, if not at its start."""
+"""Byte offsets of the fp16 numbers in a block, by type; other types have them at the start."""
 
 
 def write_random_gguf(path: Path, shape: Mapping[str, int], kind: str) -> None:
     """Write a qwen3_moe model of random blocks.
 
     Args:
-        path: of the new file.
-        shape: fields of the configuration.
-        kind: one of ``KINDS``.
+       path: the new file.
+       shape: fields of the model's configuration.
+       kind: one of ``KINDS``.
     """
     config = AutoConfig.for_model(
         "qwen3_moe", **shape, max_position_embeddings=4096, norm_topk_prob=True, dtype="bfloat16"
@@ -102,7 +104,7 @@ def write_random_gguf(path: Path, shape: Mapping[str, int], kind: str) -> None:
 
 
 class _RandomBlocks:
-    """Bytes of tensors: norms of one, matrices that keep the size of what passes through."""
+    """Random bytes of tensors: norms are 1, and matrices keep the size of activations."""
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)
@@ -123,7 +125,7 @@ class _RandomBlocks:
         return pool[self._rng.integers(0, len(pool), count, dtype=np.int32)]
 
     def _draw(self, kind: str, inputs: int) -> NDArray[np.uint8]:
-        """Return blocks [N, bytes] of weights of a size that fits so many inputs."""
+        """Return random blocks [N, bytes] with weights scaled for ``inputs`` inputs."""
         weights, size = BLOCK_SIZES[kind]
         std = inputs**-0.5
         if kind in QUANTIZED_TYPES:
@@ -140,7 +142,7 @@ class _RandomBlocks:
 
 
 class _Stored:
-    """One file; each side loads it when the first case needs it."""
+    """One file; each side loads it for the first case that needs it."""
 
     def __init__(self, folder: Path, shape: Mapping[str, int], kind: str) -> None:
         self._folder = folder
@@ -161,7 +163,7 @@ class _Stored:
 
     @cached_property
     def bandwidth(self) -> torch.Tensor:
-        """Bytes to read, far more than a cache holds."""
+        """A tensor that is read to measure the bandwidth, far larger than a cache."""
         return torch.ones(64 << 20, dtype=torch.float32)
 
     def ours(self) -> EngineDriver:
@@ -218,7 +220,9 @@ class _Stored:
         )
 
     def _measure_reading(self, batch: int) -> float:
-        """Milliseconds that reading a decode step's weights takes, from one reading just now."""
+        """Return the milliseconds of reading a decode step's weights, from one measurement of the
+        bandwidth.
+        """
         torch.set_num_threads(self.threads)
         seconds_per_byte = time_call(self.bandwidth.sum) / self.bandwidth.nbytes
         spec, plan = describe_model(self.path), plan_model(self.path)
@@ -228,13 +232,13 @@ class _Stored:
 
 
 def _judge(name: str, got: torch.Tensor, want: torch.Tensor) -> str:
-    """Compare logits by the median token: where two experts score alike, one may go another way."""
+    """Compare logits by the median token: a token whose experts nearly tie may choose others."""
     error = ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
     return "ok" if error < LARGEST_ERROR else f"logits of {name} differ by {error:.4f}"
 
 
 def _find_peers() -> Iterator[str]:
-    """Yield the peers that can be installed; say why another is left out."""
+    """Yield the peers that can be installed; log the reason for each that cannot."""
     for name in PEERS:
         try:
             install_llama(name)
@@ -245,11 +249,11 @@ def _find_peers() -> Iterator[str]:
 
 
 def make_stored_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
-    """Yield the cases, a type after the other.
+    """Yield the cases, type by type.
 
     Args:
-        quick: a tiny model and two types.
-        with_peers: llama.cpp and its fork are measured in the same rounds.
+       quick: a tiny model and two types.
+       with_peers: llama.cpp and its fork are measured in the same rounds.
     """
     shape = QUICK_SHAPE if quick else SHAPE
     peers = list(_find_peers()) if with_peers else []
