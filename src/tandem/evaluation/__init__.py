@@ -1,1 +1,1 @@
-"""Measuring a model on held-out records, by the engine that serves it."""
+"""Measures a model on held-out records with the engine that serves it."""

@@ -1,4 +1,4 @@
-"""Records as the engine is asked about them: prompts, and answers in tokens."""
+"""Records in the form that the engine needs: prompts, and reference answers in tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ __all__ = ["Questions", "read_questions"]
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The good rows of a file, tokenized."""
+    """The valid rows of a data file, tokenized."""
 
     tokenizer: Any
-    """transformers'."""
+    """The tokenizer, from transformers."""
     prompts: tuple[list[int], ...]
-    """Token ids after which each row's last answer is generated."""
+    """Token ids up to each row's last answer, which the model is to generate."""
     questions: tuple[str, ...]
     """Text of each row's last question."""
     references: tuple[str, ...]
     """Text of each row's last answer."""
     examples: tuple[Example, ...]
-    """Whole rows whose answers are scored; a row that the cutoff leaves no answer has none."""
+    """Whole rows whose answers are scored; a row whose answer is cut off entirely has no example.
+    """
     end_ids: tuple[int, ...]
     """Tokens that end an answer."""
     num_bad_rows: int
@@ -46,17 +47,18 @@ def read_questions(
     max_samples: int | None,
     cutoff_len: int,
 ) -> Questions:
-    """Read records, render and tokenize them.
+    """Read records, render them with the chat template and tokenize them.
 
     Args:
-        checkpoint: whose tokenizer and chat template are taken.
-        data: a file, or a name in ``dataset_dir``'s ``dataset_info.json``.
-        dataset_dir: a dataset folder.
-        template: as of a recipe; None is the checkpoint's own.
-        max_samples: rows at most.
-        cutoff_len: tokens of a scored row at most.
+       checkpoint: its tokenizer and chat template are used.
+       data: a file, or a name in ``dataset_info.json`` of ``dataset_dir``.
+       dataset_dir: a dataset folder.
+       template: name of a template, as in a recipe; None takes the checkpoint's own.
+       max_samples: most rows to read; None reads all.
+       cutoff_len: most tokens of a scored row.
 
-    Raises: as ``load_dataset`` and ``make_template``; ConfigError (a prompt fills the context).
+    Raises: the errors of ``load_dataset`` and ``make_template``; ConfigError (a prompt fills the
+    context).
     """
     tokenizer = load_tokenizer(checkpoint)
     rendering = make_template(tokenizer, template)

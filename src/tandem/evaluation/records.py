@@ -1,4 +1,4 @@
-"""Measuring one model, in one weight format or several, on records that it did not learn from."""
+"""Measures one model, in one or several weight formats, on records that it was not trained on."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -26,12 +26,12 @@ from tandem.models.planning.planner import plan_model
 __all__ = ["REFERENCE", "EvalReport", "EvaluatedModel", "evaluate_records"]
 
 REFERENCE = "bf16"
-"""Weight format that the others are compared with."""
+"""The weight format that other formats are compared with."""
 MIB = 1 << 20
 
 
 class EvaluatedModel(Protocol):
-    """The model that is measured."""
+    """A model under evaluation."""
 
     @property
     def weight_bytes(self) -> int:
@@ -48,38 +48,39 @@ class EvaluatedModel(Protocol):
         """Return the greedy answer to each prompt.
 
         Args:
-            prompts: token ids.
-            max_tokens: of an answer at most; fewer where the context ends.
-            end_ids: end an answer, beside the model's own.
-            on_answer: called after each answer.
+           prompts: token ids.
+           max_tokens: most tokens of an answer; the end of the context may cut it shorter.
+           end_ids: tokens that end an answer, in addition to the model's own.
+           on_answer: called after each answer.
         """
         ...
 
     def compute_logprobs(self, example: Example) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (token ids, log-probabilities) of a row's labelled tokens, piece by piece.
 
-        Shapes: N labelled tokens of a piece, V vocabulary: int64 [N]; float32 [N, V], where row n
-            is what the model gives for the place of token n.
+        Shapes: N labelled tokens in a piece, V vocabulary: int64 [N] and float32 [N, V]; row n is
+        the model's distribution at the position of token n.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """Scores over the good rows of a file."""
+    """Scores over the valid rows of a data file."""
 
     metrics: dict[str, dict[str, float]]
-    """By weight format, in the order in which they were measured. ``accuracy``, ``agreement``,
-    ``exact_match``, BLEU and ROUGE are percentages."""
+    """Scores by weight format, in the order of measurement. ``accuracy``, ``agreement``,
+    ``exact_match``, BLEU and ROUGE are percentages.
+    """
     num_rows: int
     num_bad_rows: int
     missing: tuple[str, ...]
-    """Packages without which BLEU and ROUGE are left out."""
+    """Packages that are not installed, without which BLEU and ROUGE are omitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """The same for each format."""
+    """Settings and questions that all weight formats share."""
 
     questions: Questions
     max_tokens: int
@@ -87,7 +88,7 @@ class _Task:
     on_answer: Callable[[], None]
 
     def answer(self, model: EvaluatedModel) -> tuple[list[str], dict[str, float]]:
-        """Return the greedy answers, and how near they are to the references."""
+        """Return the greedy answers, and figures of their similarity to the references."""
         asked, references = self.questions, self.questions.references
         ids = model.generate(asked.prompts, self.max_tokens, asked.end_ids, self.on_answer)
         answers = [asked.decode(answer) for answer in ids]
@@ -97,12 +98,13 @@ class _Task:
     def score(
         self, model: EvaluatedModel, kept: KeptLogprobs | None, *, is_reference: bool
     ) -> dict[str, float]:
-        """Return the figures of the tokens of the rows' own answers.
+        """Return the token-level scores of the rows' reference answers.
 
         Args:
-            model: what is measured.
-            kept: log-probabilities of the reference; None: there is none.
-            is_reference: the model is the reference: its log-probabilities are kept.
+           model: the model to measure.
+           kept: log-probabilities of the reference format; None if there is no comparison.
+           is_reference: True if this model is the reference, whose log-probabilities are saved in
+               ``kept``.
         """
         scores = Scores()
         if kept is not None and not is_reference:
@@ -135,30 +137,30 @@ def evaluate_records(
     progress: Callable[[int, int], None] | None = None,
     load: Callable[[ModelConfig], EvaluatedModel] | None = None,
 ) -> EvalReport:
-    """Answer every row's last question greedily, and score the answers that the rows have.
+    """Answer every row's last question greedily, and score the reference answers.
 
-    With formats the model is loaded in one after the other, and each is compared with bf16, whose
-    log-probabilities are kept in a temporary file: four bytes for each token of an answer and each
-    entry of the vocabulary.
+    If formats are given, the model is loaded in one after the other, and each is compared with
+    bf16, whose log-probabilities are kept in a temporary file: four bytes for each token of an
+    answer and each entry of the vocabulary.
 
     Args:
-        config: the model, and the formats that it runs in unless ``formats`` names others.
-        data: a file, or a name in ``dataset_dir``'s ``dataset_info.json``.
-        formats: of the routed experts and of all other matrices but embedding and routers; bf16 is
-            measured first, named or not.
-        adapter: folder of a LoRA adapter; None is the model alone.
-        kv_dtype: number format of KV.
-        template: as of a recipe; None is the checkpoint's own.
-        dataset_dir: a dataset folder.
-        max_samples: rows at most.
-        max_tokens: of an answer at most.
-        cutoff_len: tokens of a row that is scored at most.
-        predictions: file to write as JSON lines {prompt, predict, label}, as LLaMA-Factory does;
-            of several formats, the last one's.
-        progress: ``progress(done, total)`` after each answer.
-        load: loads the model with its adapter; None is a ``ServedModel``.
+       config: the model, with its weight formats unless ``formats`` is given.
+       data: a file, or a name in ``dataset_info.json`` of ``dataset_dir``.
+       formats: weight formats of the routed experts and all other matrices except embedding and
+           routers; bf16 is always measured first.
+       adapter: folder of a LoRA adapter; None is the model without one.
+       kv_dtype: number format of KV.
+       template: name of a template, as in a recipe; None takes the checkpoint's own.
+       dataset_dir: a dataset folder.
+       max_samples: most rows to read.
+       max_tokens: most tokens of an answer.
+       cutoff_len: most tokens of a scored row.
+       predictions: file to write as JSON lines {prompt, predict, label}, as LLaMA-Factory does;
+           with several formats it holds the answers of the last.
+       progress: called as ``progress(done, total)`` after each answer.
+       load: loads the model with its adapter; None loads a ``ServedModel``.
 
-    Raises: as ``read_questions`` and ``ServedModel``; CapacityError (a full disk).
+    Raises: the errors of ``read_questions`` and ``ServedModel``; CapacityError (a full disk).
     """
     configs = {config.expert_format: config}
     if formats:

@@ -1,7 +1,7 @@
-"""Figures of labelled tokens from the log-probabilities of the whole vocabulary.
+"""Scores of labelled tokens, computed from log-probabilities of the whole vocabulary.
 
-The log-probabilities of the reference go to a file that ends with the program: those of a few
-thousand tokens are larger than memory.
+Log-probabilities of the reference are kept in a file that is deleted when the program ends: those
+of a few thousand tokens exceed memory.
 """
 
 import math
@@ -18,25 +18,25 @@ __all__ = ["KeptLogprobs", "Scores"]
 
 @dataclass(slots=True)
 class Scores:
-    """Sums over tokens."""
+    """Sums over tokens, from which scores are computed."""
 
     num_tokens: int = 0
     loss: float = 0.0
-    """Negative log-probabilities of the labels, nats."""
+    """Sum of the labels' negative log-probabilities, in nats."""
     num_right: int = 0
-    """Tokens that are the likeliest."""
+    """Number of labels that are the model's most likely token."""
     divergence: float = 0.0
-    """Kullback-Leibler divergence of ours from the reference, nats."""
+    """Sum of the Kullback-Leibler divergences from the reference to this model, in nats."""
     num_agreed: int = 0
-    """Tokens whose likeliest is that of the reference."""
+    """Number of tokens at which this model and the reference have the same most likely token."""
 
     def add(self, labels: Tensor, logprobs: Tensor, reference: Tensor | None = None) -> None:
-        """Take in tokens.
+        """Add tokens to the sums.
 
         Args:
-            labels: int64 [N].
-            logprobs: ours, float32 [N, V].
-            reference: of the same places, float32 [N, V].
+           labels: int64 [N].
+           logprobs: this model's log-probabilities, float32 [N, V].
+           reference: the reference's at the same positions, float32 [N, V].
         """
         self.num_tokens += len(labels)
         self.loss -= float(logprobs.gather(1, labels[:, None]).double().sum())
@@ -50,8 +50,8 @@ class Scores:
     def summarize(self, *, has_reference: bool) -> dict[str, float]:
         """Return ``accuracy`` (percent) and ``perplexity``.
 
-        With a reference ``kl_divergence`` (nats a token) and ``agreement`` (percent) as well.
-        All are NaN without a token.
+        With a reference, also ``kl_divergence`` (nats per token) and ``agreement`` (percent). All
+        are NaN if no token was added.
         """
         count = self.num_tokens or math.nan
         figures = {
@@ -72,7 +72,7 @@ def _exp(value: float) -> float:
 
 
 class KeptLogprobs:
-    """Log-probabilities in a file, written once in order and read in the same order."""
+    """Log-probabilities in a temporary file, written once and then read in the same order."""
 
     def __init__(self) -> None:
         # The file lies in the system's temporary folder (set TMPDIR to change it); it has no name,
@@ -80,9 +80,9 @@ class KeptLogprobs:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
 
     def append(self, logprobs: Tensor) -> None:
-        """Write rows, float32 [N, V].
+        """Append rows, float32 [N, V].
 
-        Raises: CapacityError: the disk is full.
+        Raises: CapacityError (the disk is full).
         """
         try:
             self._file.write(logprobs.contiguous().numpy().tobytes())

@@ -1,4 +1,6 @@
-"""A model in the serving engine, in this process: greedy answers, log-probabilities of texts."""
+"""A model in the serving engine, run in this process: greedy answers, and log-probabilities of
+texts.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -22,22 +24,22 @@ from tandem.models.config import ModelConfig
 __all__ = ["ServedModel"]
 
 MAX_RUNNING = 16
-"""Answers that are generated together."""
+"""Answers that are generated at the same time."""
 BLOCK_SIZE = 64
 SCORED_TOKENS = 256
-"""Computed at a time where log-probabilities of the whole vocabulary are wanted."""
+"""Tokens computed at a time when log-probabilities of the whole vocabulary are needed."""
 
 
 class ServedModel:
-    """A checkpoint, with or without an adapter, as `tandem serve` runs it. Not thread-safe.
+    """A checkpoint, with or without an adapter, run as `tandem serve` does. Not thread-safe.
 
     Args:
-        config: what to load, and in which formats.
-        kv_dtype: number format of KV.
-        lengths: tokens of each prompt with its answer, by which memory for KV is reserved.
-        adapter: folder of a LoRA adapter in PEFT's format; None is the model alone.
+       config: the model to load and its formats.
+       kv_dtype: number format of KV.
+       lengths: tokens of each prompt with its answer, which decide how much memory KV gets.
+       adapter: folder of a LoRA adapter in PEFT's format; None is the model without one.
 
-    Raises: as ``build_engine`` and ``AdapterTable.load``.
+    Raises: the errors of ``build_engine`` and ``AdapterTable.load``.
     """
 
     def __init__(
@@ -76,9 +78,9 @@ class ServedModel:
         end_ids: Sequence[int],
         on_answer: Callable[[], None],
     ) -> list[list[int]]:
-        """See ``EvaluatedModel``; many answers are generated together.
+        """Return the greedy answers, many generated at the same time (see ``EvaluatedModel``).
 
-        Raises: TandemError: as a server would answer.
+        Raises: TandemError, as a server would answer.
         """
         context = self._model.spec.max_position_embeddings
         answers: list[list[int]] = [[] for _ in prompts]
@@ -109,9 +111,9 @@ class ServedModel:
         return answers
 
     def compute_logprobs(self, example: Example) -> Iterator[tuple[Tensor, Tensor]]:
-        """See ``EvaluatedModel``.
+        """Yield the log-probabilities of a row's labelled tokens (see ``EvaluatedModel``).
 
-        The row runs in the model's own steps over KV of its own; no request may be running.
+        Runs the model's steps over KV allocated for this row; no request may be running.
         """
         ids, labels = list(example.token_ids), torch.tensor(example.labels[1:])
         table = list(range(_count_blocks(len(ids))))

@@ -1,9 +1,9 @@
-"""One simulated world for the tests of everything that is spread over processes.
+"""One simulated world for the tests of all components that span several processes.
 
-Virtual time (``loop``), processes that are killed and stopped (``process``), a network that loses,
-delays and doubles (``network``), a disk that lies (``disk``), all of it drawn from one seed
-(``world``). The classes of the product run in it unchanged; only clock, control channel and data
-path are models, each worse than the real one. It loads no torch.
+Virtual time (``loop``), processes that can be killed and stopped (``process``), a network that
+loses, delays and duplicates messages (``network``) and a disk with faults (``disk``), all driven by
+one seed (``world``). The product's classes run in it unchanged; only clock, control channel and
+data path are replaced by models that fail more often than the real ones. Imports no torch.
 """
 
 from tandem.sim.disk import MemoryDisk, MemoryPort

@@ -1,8 +1,7 @@
-"""A disk that lies: writes are lost or torn unless they were synced, and fills and fails.
+"""A disk with faults: unsynced writes may be lost or torn, and it can fill up or fail.
 
-``MemoryDisk`` is the ``DiskPort`` of the store's SSD tier, in memory. It survives the processes
-that use it, each through a ``MemoryPort`` of its own; every operation is a step, at which it may
-crash.
+``MemoryDisk`` is an in-memory ``DiskPort`` for the store's SSD tier. It survives the processes that
+use it, each through its own ``MemoryPort``; every operation is a step at which a process may crash.
 """
 
 import asyncio
@@ -20,14 +19,14 @@ from tandem.core.errors import CapacityError, InternalError, NotFoundError
 __all__ = ["SECTOR", "MemoryBuffer", "MemoryDisk", "MemoryPort"]
 
 SECTOR = 4096
-"""Bytes that a disk writes whole or not at all."""
+"""Bytes that a disk writes atomically."""
 FAST_S = 0.0005
-"""Mean time of an operation of a healthy disk."""
+"""Mean seconds of an operation on a healthy disk."""
 MUCH_ROOM_BYTES = 2**40
 
 
 class MemoryBuffer:
-    """Memory that a disk reads into and writes from."""
+    """A buffer that a disk reads into and writes from."""
 
     def __init__(self, nbytes: int) -> None:
         self.array: npt.NDArray[np.uint8] = np.zeros(nbytes, np.uint8)
@@ -41,18 +40,18 @@ class _File:
 
 
 class MemoryPort:
-    """The ``DiskPort`` of one life: what a dead process still asks for never happens."""
+    """The ``DiskPort`` of one life of a process; operations of a dead process have no effect."""
 
     def __init__(self, disk: "MemoryDisk") -> None:
         self._disk, self.life = disk, disk.life
 
     @property
     def folder_id(self) -> bytes:
-        """16 random bytes, those of the folder."""
+        """16 random bytes that identify the folder."""
         return self._disk.folder_id
 
     def condemn(self) -> None:
-        """Remember that the content is not to be believed, if this life has not ended."""
+        """Mark the content as untrusted, unless this life of the process has ended."""
         if self.life == self._disk.life:
             self._disk.is_condemned = True
 
@@ -70,11 +69,11 @@ class MemoryPort:
 
 
 class MemoryDisk:
-    """Survives the tiers that use it, each by a ``MemoryPort`` of its own.
+    """The disk, which survives the processes that use it, each through its own ``MemoryPort``.
 
     Args:
-        seed: decides what is lost, torn and flipped, and how long operations take.
-        room_bytes: of the files in all; beyond it ``make_bucket`` raises CapacityError.
+       seed: decides which sectors are lost or torn, which bits flip, and the times of operations.
+       room_bytes: capacity for all files; ``make_bucket`` raises CapacityError beyond it.
     """
 
     def __init__(self, seed: int, *, room_bytes: int = MUCH_ROOM_BYTES) -> None:
@@ -84,26 +83,26 @@ class MemoryDisk:
         self.fail_rate = 0.0
         """Probability that an operation raises InternalError."""
         self.slow_s = FAST_S
-        """Mean time of an operation."""
+        """Mean seconds of an operation."""
         self.is_hung = False
         self.is_condemned = False
         self.steps = 0
         self.crash_at = -1
-        """The step at which its users die: no operation returns from there on."""
+        """Number of the step at which processes crash: no operation returns from then on."""
         self.files: dict[int, _File] = {}
         self.notes: dict[str, bytes] = {}
         self.quarantined: dict[int, _File] = {}
-        """The bucket that was moved aside last, by number."""
+        """The bucket that was last quarantined, by number."""
         self.on_step: Callable[[], None] = lambda: None
         self._flying: dict[int, tuple[_File, int, bytes]] = {}
         self._ids = itertools.count()
         self.life = 0
 
     # The methods from here to `heal` inject faults and end them: power loss, the end of the
-    # process, decay of bits.
+    # process, flipped bits.
 
     def lose_power(self) -> None:
-        """Keep what was synced, and of the rest whatever sectors chance has it."""
+        """Lose power: keep everything synced, and a random half of the unsynced sectors."""
         self.life += 1
         for file in self.files.values():
             for at, data in file.unsynced:
@@ -118,7 +117,8 @@ class MemoryDisk:
         self.is_hung = False
 
     def lose_process(self) -> None:
-        """Keep what was written, and of what is under way the first bytes, or none."""
+        """End the process: keep all writes, and of unfinished ones a random number of first bytes.
+        """
         self.life += 1
         for file, at, data in self._flying.values():
             self._put(file, at, data[: self.random.randrange(len(data) + 1)])
@@ -126,7 +126,7 @@ class MemoryDisk:
         self.is_hung = False
 
     def rot(self) -> None:
-        """Flip a bit of some file."""
+        """Flip one bit of a random file."""
         files = [file for _, file in sorted(self.files.items()) if file.data]
         if files:
             file = self.random.choice(files)
@@ -141,7 +141,7 @@ class MemoryDisk:
         return sum(len(file.data) for file in self.files.values())
 
     def heal(self) -> None:
-        """End all trouble; what was lost stays lost."""
+        """End all faults; lost data stays lost."""
         self.fail_rate, self.slow_s, self.is_hung = 0.0, FAST_S, False
         self.room_bytes = MUCH_ROOM_BYTES
 
@@ -153,7 +153,7 @@ class MemoryDisk:
         life = self.life
         await asyncio.sleep(self.random.expovariate(1 / self.slow_s))
         while self.is_hung or life != self.life:
-            await asyncio.sleep(1.0)  # For ever, for a process that is dead.
+            await asyncio.sleep(1.0)  # A dead process waits here for ever.
         if self.random.random() < self.fail_rate:
             raise InternalError("world.disk", "input/output error")
 
@@ -169,7 +169,7 @@ class MemoryDisk:
     # The methods below implement ``store.disk_io.DiskPort``.
 
     def make_buffer(self, nbytes: int) -> MemoryBuffer:
-        """Make memory for ``read`` and ``write``."""
+        """Allocate a buffer for ``read`` and ``write``."""
         return MemoryBuffer(nbytes)
 
     async def list_buckets(self) -> list[tuple[int, int]]:
@@ -178,7 +178,7 @@ class MemoryDisk:
         return [(number, len(file.data)) for number, file in self.files.items()]
 
     async def make_bucket(self, number: int, nbytes: int) -> None:
-        """Make a bucket whose space is reserved."""
+        """Create a bucket and reserve its space."""
         await self._step()
         assert number not in self.files
         if self.used_bytes + nbytes > self.room_bytes:
@@ -186,7 +186,7 @@ class MemoryDisk:
         self.files[number] = _File(nbytes)
 
     async def write(self, number: int, at: int, buffer: MemoryBuffer, nbytes: int) -> None:
-        """Write the first bytes of ``buffer``, which must not change meanwhile."""
+        """Write the first ``nbytes`` of ``buffer``, which must not change meanwhile."""
         file = self._file(number)
         assert at % SECTOR == 0
         assert nbytes % SECTOR == 0
@@ -202,7 +202,7 @@ class MemoryDisk:
             self._put(file, at, data)
 
     async def read(self, number: int, at: int, buffer: MemoryBuffer, nbytes: int) -> None:
-        """Read into ``buffer``."""
+        """Read ``nbytes`` into ``buffer``."""
         file = self._file(number)
         await self._step()
         if at + nbytes > len(file.data):
@@ -210,7 +210,7 @@ class MemoryDisk:
         buffer.array[:nbytes] = np.frombuffer(bytes(file.data[at : at + nbytes]), np.uint8)
 
     async def sync(self, number: int) -> None:
-        """Make durable what was written to a bucket."""
+        """Make everything written to a bucket durable."""
         file = self._file(number)
         await self._step()
         for at, data in file.unsynced:
@@ -230,7 +230,7 @@ class MemoryDisk:
         self.files.pop(number, None)
 
     async def quarantine_bucket(self, number: int) -> None:
-        """Move the file aside, in the place of one that was before."""
+        """Move a bucket's file aside, replacing the one that was moved before."""
         await self._step()
         self.quarantined = {number: self.files.pop(number)}
 
@@ -240,12 +240,12 @@ class MemoryDisk:
         return self.notes.get(name, b"")
 
     async def write_note(self, name: str, data: bytes) -> None:
-        """Replace a small file, whole or not at all."""
+        """Replace a small file atomically."""
         await self._step()
         self.notes[name] = bytes(data)
 
     async def append_note(self, name: str, data: bytes) -> None:
-        """Append to a small file; some first bytes if it is cut short."""
+        """Append to a small file; a crash may leave only the first bytes."""
         before = self.notes.get(name, b"")
         self.notes[name] = before + bytes(data[: self.random.randrange(len(data) + 1)])
         await self._step()
@@ -257,11 +257,11 @@ class MemoryDisk:
         self.notes.pop(name, None)
 
     def condemn(self) -> None:
-        """Remember that the content is not to be believed again."""
+        """Mark the content as untrusted for good."""
         self.is_condemned = True
 
     def empty(self) -> None:
-        """Empty a folder that was condemned, as a start does."""
+        """Delete all content if it is marked as untrusted, as the start of a host does."""
         if self.is_condemned:
             self.files.clear()
             self.notes.clear()

@@ -1,11 +1,11 @@
-"""An event loop in virtual time, and the clocks that tell it.
+"""An event loop in virtual time, and clocks that read it.
 
-``VirtualLoop`` is asyncio's own loop over a selector that never waits: when nothing is left to do
-now, the time of the next timer has come. Callbacks therefore run in asyncio's order, and equal
-programs with equal seeds run equally. It has no sockets and no threads.
+``VirtualLoop`` is asyncio's own loop over a selector that never waits: when no callback is ready,
+the time jumps to the next timer. Callbacks therefore run in asyncio's order, and runs with equal
+seeds are equal. It has no sockets and no threads.
 
-A callback or task belongs to the process in whose context it was made (``OWNER``). Work of
-a stopped process is put off until the process continues; work of a killed one is cancelled.
+A callback or task belongs to the process in whose context it was created (``OWNER``). Work of a
+stopped process is postponed until the process continues; work of a killed one is cancelled.
 """
 
 import asyncio
@@ -19,36 +19,40 @@ __all__ = ["OWNER", "DriftingClock", "LoopClock", "Owner", "VirtualLoop", "run_v
 T = TypeVar("T")
 
 MIN_LEAP_S = 1e-6
-"""Less is nothing to clocks that count from long ago: they would be asked for ever."""
+"""Smallest advance of the time in seconds: clocks that count from long ago cannot represent less,
+so a poll for a time would never end.
+"""
 MAX_S = 1e7
-"""Above about 1.6e7 seconds a double swallows the loop's resolution of a nanosecond, and a timer
-that is due exactly now would be waited for for ever."""
+"""Longest run in seconds: above about 1.6e7 a double cannot resolve the loop's nanosecond, and a
+timer due exactly now would never be considered due.
+"""
 MAX_CLEANUPS = 10
-"""Rounds in which tasks that are cancelled at the end of a run may begin others."""
+"""Rounds of cancelling tasks at the end of a run, since cancelled tasks may start others."""
 
 
 class Owner(Protocol):
-    """The owner of a callback: a process."""
+    """The owner of a callback: a simulated process."""
 
     is_alive: bool
     stalled_until_s: float
 
     def own(self, task: asyncio.Task[Any]) -> None:
-        """Take note of a task that began in this process's context."""
+        """Record a task that was started in this process's context."""
         ...
 
 
 OWNER: contextvars.ContextVar[Owner | None] = contextvars.ContextVar("OWNER", default=None)
-"""The process whose code this is; None for code of the world itself."""
+"""The process whose code is running; None for code of the world itself."""
 
 
 class VirtualSelector(selectors.SelectSelector):
-    """Never waits: the time that the loop would have slept has passed when it returns."""
+    """A selector that never waits: it advances the virtual time by the time it should have slept.
+    """
 
     now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Advance the time by ``timeout``, seconds; nothing is ever ready."""
+        """Advance the time by ``timeout`` seconds; no file is ever ready."""
         if timeout is None:
             raise AssertionError("deadlock: nothing will ever happen again")
         if timeout > 0:
@@ -59,25 +63,25 @@ class VirtualSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time moves only when nothing is left to do.
+    """An event loop whose time advances only when no callback is ready.
 
-    A loop with nothing to do and no timer raises AssertionError out of ``run_until_complete``.
+    Without ready callbacks and timers, ``run_until_complete`` raises AssertionError.
     """
 
     def __init__(self) -> None:
         self._virtual = VirtualSelector()
         super().__init__(self._virtual)
         self.stalled_until_s = 0.0
-        """No process is stopped beyond."""
+        """Time in seconds after which no process is stopped."""
         self.set_task_factory(_make_task)
 
     @property
     def now_s(self) -> float:
-        """The virtual time, seconds since the loop was made."""
+        """Virtual time in seconds since the loop was created."""
         return self._virtual.now_s
 
     def time(self) -> float:
-        """Return ``now_s``."""
+        """Return the virtual time in seconds."""
         return self._virtual.now_s
 
     def call_soon(
@@ -86,7 +90,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        """Call back in this turn of the loop, or when the owner, if stopped, goes on."""
+        """Call back in this iteration of the loop, or, if the owner is stopped, when it continues.
+        """
         if self._virtual.now_s < self.stalled_until_s:
             owner = OWNER.get() if context is None else context.get(OWNER)
             if owner is not None and owner.is_alive and owner.stalled_until_s > self._virtual.now_s:
@@ -94,9 +99,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return super().call_soon(callback, *args, context=context)
 
     async def poll(self, is_over: Callable[[], bool], draw_period_s: Callable[[], float]) -> None:
-        """Sleep until ``is_over()``, which is asked after each period.
+        """Sleep until ``is_over()`` is True, which is checked after each period.
 
-        As sleeping in a loop, step by step, but the task sleeps through it.
+        Equivalent to a loop of sleeps, but the task is resumed only once.
         """
         over = self.create_future()
 
@@ -138,9 +143,9 @@ def _make_task(
 
 
 def run_virtual(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run ``main()`` to its end in virtual time, and cancel what it left.
+    """Run ``main()`` to its end in virtual time, then cancel the tasks that it left.
 
-    Raises: what ``main`` raises; AssertionError if it waits for what can never happen.
+    Raises: the errors of ``main``; AssertionError if it waits for an event that can never happen.
     """
     loop = VirtualLoop()
     try:
@@ -156,22 +161,22 @@ def run_virtual(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class LoopClock:
-    """The time of the loop that it was made in."""
+    """Reads the time of the loop in which it was created."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
 
     def now_s(self) -> float:
-        """Return the loop's time, seconds."""
+        """Return the loop's time in seconds."""
         return self._loop.time()
 
 
 class DriftingClock:
-    """The clock of one process: starts somewhere, has a rate, may leap forward; never goes back.
+    """The clock of one process, with an origin and a rate; it may leap forward but never goes back.
 
     Args:
-        rate: its seconds in a second of the loop.
-        origin_s: its time when the loop began.
+       rate: seconds of this clock per second of the loop.
+       origin_s: time of this clock when the loop began.
     """
 
     def __init__(self, rate: float, origin_s: float) -> None:
@@ -179,10 +184,10 @@ class DriftingClock:
         self._loop = asyncio.get_running_loop()
 
     def now_s(self) -> float:
-        """Return its time, seconds."""
+        """Return the clock's time in seconds."""
         return self.origin_s + self.rate * self._loop.time()
 
     def leap(self, seconds: float) -> None:
-        """Go forward by ``seconds`` >= 0 at once."""
+        """Advance the clock by ``seconds`` >= 0 at once."""
         assert seconds >= 0, seconds
         self.origin_s += seconds

@@ -1,4 +1,6 @@
-"""Calls between processes of the simulated world: lost in either direction, late, doubled, cut."""
+"""Calls between simulated processes, in which messages are lost, delayed or duplicated, and links
+cut.
+"""
 
 import asyncio
 from collections import Counter
@@ -15,26 +17,28 @@ __all__ = ["Faults", "Session"]
 
 T = TypeVar("T")
 Answer = tuple[str, str, str, str | None, bytes]
-"""Code, place, text and field of an error, or an empty code; and the body."""
+"""Code, place, text and field of an error (an empty code for success), and the body."""
 
 CALL_TIMEOUT_S = 30.0
-"""Seconds of a call that names no deadline."""
+"""Timeout in seconds of a call without a deadline."""
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """Probabilities, each of one message or one write unless it says otherwise."""
+    """Probabilities of faults, each per message or per write unless the field says otherwise."""
 
     lose: float = 0.0
     late: float = 0.0
     double: float = 0.0
     stall: float = 0.0
-    """A process that is stopped in the middle of a write."""
+    """Probability that a process is stopped in the middle of a write."""
     drag: float = 0.0
-    """A slice of a read that takes up to a second: readers that space could be reused under."""
+    """Probability that a slice of a read takes up to a second, so that its space might be reused
+    meanwhile.
+    """
     rot_per_s: float = 0.0
-    """Bytes of objects that flip by themselves."""
+    """Rate per second at which bytes of objects change by themselves."""
     disk: float = 0.0
-    """Rate at which a disk fails, fills, slows down or hangs: each a few times a minute at 1."""
+    """Rate of disk faults (errors, full, slow, hung); 1 means a few of each per minute."""
 
 
 class NetworkWorld(Protocol):
@@ -46,51 +50,52 @@ class NetworkWorld(Protocol):
     num_answers: Counter[str]
 
     async def travel(self) -> None:
-        """Take the time of one message or slice."""
+        """Wait the travel time of one message or slice."""
         ...
 
     def is_cut(self, near: Process, far: Process) -> bool:
-        """Return True if nothing passes between two processes."""
+        """Return True if the link between two processes is cut."""
         ...
 
     def note_step(self) -> None:
-        """Count a step."""
+        """Count a step of the run."""
         ...
 
     def note_answer(self, far: Process, method: str, *, error: str, body: bytes) -> None:
-        """Look at an answer that is about to leave; ``error`` is a code, empty for none."""
+        """Observe an answer before it is sent; ``error`` is a code, empty for success."""
         ...
 
 
 class Session:
-    """One direction of a session: calls from ``near`` to ``far``; what ``rpc.Peer`` is.
+    """One direction of a session: calls from ``near`` to ``far``, with the interface of
+    ``rpc.Peer``.
 
-    ``World.open_session`` makes both directions. Requests and answers cross as msgpack, so that
-    no two processes share an object.
+    ``World.open_session`` creates both directions. Requests and answers are passed as msgpack, so
+    that no two processes share an object.
     """
 
     back: "Session"
-    """The other direction."""
+    """The session's other direction."""
 
     def __init__(self, world: NetworkWorld, near: Process, far: Process) -> None:
         self.world, self.near, self.far = world, near, far
         self.is_open = True
         self.lost = asyncio.Event()
-        """Set when it has ended."""
+        """Set when the session has ended."""
 
     @property
     def name(self) -> str:
-        """The name that the other side gives itself."""
+        """Name of the process on the other side."""
         return self.far.name
 
     @property
     def instance_id(self) -> str:
-        """Another for each start of the other process."""
+        """Id of the other process, new at each start."""
         return self.far.instance_id
 
     @property
     def is_lost(self) -> bool:
-        """True if it has ended."""
+        """True if the session has ended."""
         return not self.is_open
 
     def close(self) -> None:
@@ -109,7 +114,7 @@ class Session:
     ) -> T:
         """Call a method of the far process.
 
-        Raises: PeerLostError; DeadlineError; what the method raises.
+        Raises: PeerLostError; DeadlineError; the errors of the method.
         """
         await self.near.pass_stall()
         if not (self.is_open and self.near.is_alive):
@@ -151,7 +156,7 @@ class Session:
         *,
         timeout_s: float | None = None,
     ) -> "asyncio.Task[T]":
-        """Do as ``call``: it leaves as soon as the loop gets to it, in the order of such calls."""
+        """Start a call as a task; calls are sent in the order in which they were started."""
         calling = self.call(method, request, response_type, timeout_s=timeout_s)
         return asyncio.get_running_loop().create_task(calling)
 
@@ -176,7 +181,7 @@ class Session:
             reply.set_result(answer)
 
     async def _answer(self, method: str, data: bytes) -> Answer | None:
-        """Run the handler as the far process; None if that died meanwhile."""
+        """Run the handler in the far process; return None if that process died meanwhile."""
         handler, request_type, response_type = self.far.methods[method]
         request: Any = msgspec.msgpack.decode(data, type=request_type)
         try:
@@ -190,5 +195,6 @@ class Session:
         except asyncio.CancelledError:
             return None
         body = msgspec.msgpack.encode(answer)
-        msgspec.msgpack.decode(body, type=response_type)  # The types of methods are checked here.
+        # Checks that the answer has the declared type.
+        msgspec.msgpack.decode(body, type=response_type)
         return ("", "", "", None, body)

@@ -1,4 +1,4 @@
-"""A process of the simulated world: code and tasks that die, stop and go on together."""
+"""A process of the simulated world: its code and tasks die, stop and continue together."""
 
 import asyncio
 import contextvars
@@ -12,10 +12,10 @@ __all__ = ["Handler", "Process"]
 
 T = TypeVar("T")
 Handler = Callable[[Any, Any], Any]
-"""Takes the caller's session and the request; returns the answer, or a coroutine of it."""
+"""Takes the caller's session and the request; returns the answer or a coroutine of it."""
 
 MANY_TASKS = 64
-"""From here on tasks that are done are dropped."""
+"""Number of tasks above which finished ones are removed from the list."""
 
 
 class ProcessWorld(Protocol):
@@ -25,16 +25,16 @@ class ProcessWorld(Protocol):
 
     @property
     def ids(self) -> Iterator[int]:
-        """Numbers of processes, each once."""
+        """Unique numbers for processes."""
         ...
 
 
 class Process:
-    """Something that can die. All tasks that its code began end with it, at whatever step.
+    """A process that can die; all tasks that its code started end with it.
 
     Args:
-        world: its world; a task of ``spawn`` that fails is a violation there.
-        name: of the role that it plays; ``instance_id`` is its own.
+       world: the world; the failure of a task started by ``spawn`` is a violation there.
+       name: name of its role; ``instance_id`` identifies this process.
     """
 
     def __init__(self, world: ProcessWorld, name: str) -> None:
@@ -49,32 +49,34 @@ class Process:
         self.context = contextvars.copy_context()
         self.context.run(OWNER.set, self)
         self.methods: dict[str, tuple[Handler, type[Any], type[Any]]] = {}
-        """Its methods: handler, type of the request, type of the answer."""
+        """Methods by name: handler, type of the request, type of the answer."""
         self.tasks: list[asyncio.Task[Any]] = []
-        """In order: a set would make a run depend on addresses. Some may be done."""
+        """Tasks in order of their start, some of them finished. A set's order would depend on
+        addresses and make runs differ.
+        """
         self._max_tasks = MANY_TASKS
 
     def serve(self, methods: Iterable[tuple[str, Handler, type[Any], type[Any]]]) -> None:
-        """Answer these: name, handler, type of the request, type of the answer."""
+        """Register methods: name, handler, type of the request, type of the answer."""
         for name, handler, request_type, response_type in methods:
             self.methods[name] = (handler, request_type, response_type)
 
     # The methods below run code as this process.
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function as this process: what it starts is stopped and dies with it."""
+        """Call a function as this process: tasks that it starts stop and die with the process."""
         if OWNER.get() is self:
             return function(*args)
         return self.context.run(function, *args)
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin a task of this process whose failure is a violation, TandemErrors excepted."""
+        """Start a task of this process; its failure is a violation, unless it is a TandemError."""
         task = self.loop.create_task(work, context=self.context)
         task.add_done_callback(self._note_end)
         return task
 
     def own(self, task: asyncio.Task[Any]) -> None:
-        """Let a task die with this process; the loop calls it for each that begins."""
+        """Add a task to those that die with this process; the loop calls this for each new task."""
         self.tasks.append(task)
         if len(self.tasks) > self._max_tasks:
             self.tasks = [task for task in self.tasks if not task.done()]
@@ -90,7 +92,7 @@ class Process:
     # The methods below end the process, stop it, and wait for the end of a stop.
 
     def kill(self) -> None:
-        """End it, as SIGKILL does; ``World.kill`` ends its sessions as well."""
+        """Kill the process, as SIGKILL does; ``World.kill`` ends its sessions as well."""
         self.is_alive = False
         for task in self.tasks:
             task.cancel()
@@ -98,15 +100,15 @@ class Process:
 
     @property
     def is_stalled(self) -> bool:
-        """True if it is stopped, as by SIGSTOP."""
+        """True while the process is stopped, as by SIGSTOP."""
         return self.stalled_until_s > self.loop.now_s
 
     def stall_until(self, time_s: float) -> None:
-        """Stop it dead; it goes on at ``time_s`` of the loop."""
+        """Stop the process until the loop's time is ``time_s``."""
         self.stalled_until_s = time_s
         self.loop.stalled_until_s = max(self.loop.stalled_until_s, time_s)
 
     async def pass_stall(self) -> None:
-        """Wait until it is not stopped, on behalf of a task that is not its own."""
+        """Wait until the process is not stopped; for tasks of other owners."""
         while self.stalled_until_s > self.loop.now_s:
             await asyncio.sleep(self.stalled_until_s - self.loop.now_s)

@@ -1,9 +1,9 @@
-"""The simulated world: processes, the channels between them, chance, and faults.
+"""The simulated world: processes, channels between them, randomness, and faults.
 
-A run is decided by its seed: all chance comes from ``World.random``, all time from the loop. A
-message, an answer and a slice of bytes is a *step*; ``crash_at`` strikes between two steps, so that
-a test can kill a process at every one of them in turn. A failure of an invariant is a line in
-``violations``, which the test that made the world looks at when it is over.
+A run is determined by its seed: all random numbers come from ``World.random``, all times from the
+loop. Each message, answer and slice of bytes is a *step*; ``crash_at`` acts between two steps, so
+that a test can kill a process at every step in turn. The failure of an invariant is recorded in
+``violations``, which the test checks at the end.
 """
 
 import asyncio
@@ -20,45 +20,47 @@ from tandem.sim.process import Process
 __all__ = ["Faults", "World"]
 
 TRAVEL_S = 0.001
-"""Mean time of a message or slice."""
+"""Mean seconds that a message or slice travels."""
 LATE_S = (0.1, 12.0)
-"""Seconds by which a late one is longer."""
+"""Range of additional seconds for a late message."""
 STALL_S = (5.0, 60.0)
 SILENT_S = 3.0
-"""After which a session with a process that does not answer ends: the control channel's lease."""
+"""Seconds after which a session with an unresponsive process ends: the lease of the control
+channel.
+"""
 
 
 class World:
-    """All processes of a run. Made inside a ``VirtualLoop``; subclasses add what is simulated.
+    """All processes of a run. Created inside a ``VirtualLoop``; subclasses add the simulated parts.
 
     Args:
-        seed: decides the run.
-        faults: what goes wrong by chance.
+       seed: determines the run.
+       faults: probabilities of faults.
     """
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.random = random.Random(seed)
         self.faults = faults
         self.ids = itertools.count()
-        """Ids of processes."""
+        """Unique numbers for processes."""
         self.violations: list[str] = []
         self.network = Process(self, "network")
-        """Carries what is under way: it goes on when its sender dies."""
+        """A process that carries messages, which therefore arrive even if their sender dies."""
         self.sessions: list[Session] = []
-        """Open ones, of each the direction from who opened it."""
+        """Open sessions, each in the direction from the process that opened it."""
         self.steps = 0
         self.num_answers: collections.Counter[str] = collections.Counter()
-        """By method."""
+        """Number of answers by method."""
         self.crash_at: dict[int, Callable[[], None]] = {}
-        """The action after a step, by its number."""
+        """Actions to run after a step, by the step's number."""
         self.cuts: set[frozenset[str]] = set()
-        """Pairs of names between which nothing passes."""
+        """Pairs of process names whose link is cut."""
         self.clock = LoopClock()
 
     # Subclasses override the methods from here to `make_clock`.
 
     def note_answer(self, far: Process, method: str, *, error: str, body: bytes) -> None:
-        """Look at an answer that is about to leave; ``error`` is a code, empty for none."""
+        """Observe an answer before it is sent; ``error`` is a code, empty for success."""
 
     def on_session_end(self, session: Session) -> None:
         """Tell the far side that a session has ended, as the control channel does."""
@@ -70,7 +72,7 @@ class World:
     # The methods below draw random delays, count steps and cut transfers into slices.
 
     async def travel(self) -> None:
-        """Take the time of one message or slice."""
+        """Wait the travel time of one message or slice."""
         self.note_step()
         delay_s = self.random.expovariate(1 / TRAVEL_S)
         if self.random.random() < self.faults.late:
@@ -78,7 +80,7 @@ class World:
         await asyncio.sleep(delay_s)
 
     def note_step(self) -> None:
-        """Count a step, and strike if ``crash_at`` says so."""
+        """Count a step, and run the action that ``crash_at`` has for it."""
         self.steps += 1
         action = self.crash_at.pop(self.steps, None)
         if action is not None:
@@ -87,7 +89,7 @@ class World:
             asyncio.get_running_loop().call_soon(action)
 
     def draw_slices(self, length: int) -> list[tuple[int, int]]:
-        """Cut ``length`` bytes into a few slices, (begin, end) each, that move by themselves."""
+        """Split ``length`` bytes into a few slices (begin, end), which travel independently."""
         if length <= 0:
             return []
         cuts = {0, length, *(self.random.randrange(length) for _ in range(2))}
@@ -96,12 +98,12 @@ class World:
     # The methods below kill and stop processes.
 
     def kill(self, process: Process) -> None:
-        """End a process and its sessions."""
+        """Kill a process and end its sessions."""
         process.kill()
         self.end_sessions_of(process)
 
     def stall(self, process: Process) -> None:
-        """Stop a process for a while; its sessions end in the meantime."""
+        """Stop a process for a random time; its sessions end after the lease."""
         process.stall_until(process.loop.now_s + self.random.uniform(*STALL_S))
         for session in self.sessions:
             if process in (session.near, session.far):
@@ -110,7 +112,7 @@ class World:
     # The methods below open and end sessions.
 
     def open_session(self, near: Process, far: Process) -> Session:
-        """Return the direction from ``near`` to ``far`` of a new session."""
+        """Open a session; return its direction from ``near`` to ``far``."""
         session = Session(self, near, far)
         session.back = Session(self, far, near)
         session.back.back = session
@@ -131,22 +133,22 @@ class World:
             self.end_session(session)
 
     async def lose_silent(self, session: Session) -> None:
-        """End a session when the lease of the control channel has passed."""
+        """End a session after the lease of the control channel."""
         await asyncio.sleep(SILENT_S)
         self.end_session(session)
 
     # The methods below cut channels between processes, and ask for cuts.
 
     def is_cut_by_name(self, a: str, b: str) -> bool:
-        """Return True if nothing passes between the processes of two names."""
+        """Return True if the link between two process names is cut."""
         return frozenset((a, b)) in self.cuts
 
     def is_cut(self, near: Process, far: Process) -> bool:
-        """Return True if nothing passes between two processes."""
+        """Return True if the link between two processes is cut."""
         return bool(self.cuts) and self.is_cut_by_name(near.name, far.name)
 
     def cut_off(self, a: str, others: Iterable[str]) -> Callable[[], None]:
-        """Let nothing pass between one name and others; returns what mends it."""
+        """Cut the links between one name and others; return a function that restores them."""
         pairs = {frozenset((a, b)) for b in others}
         self.cuts |= pairs
         for session in self.sessions:

@@ -1,1 +1,3 @@
-"""Whole clusters in virtual time: the product's scheduler and policies over models of machines."""
+"""Whole clusters in virtual time: the product's scheduler and policies, with models of the
+hardware.
+"""

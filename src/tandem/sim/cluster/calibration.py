@@ -1,7 +1,7 @@
-"""Calibration files: the costs that a live server has learnt of its instances' steps.
+"""Calibration files: step costs that a live server has learnt from its instances.
 
-``tandem sim calibrate`` writes one, ``tandem sim run --calibration`` reads it: every group of the
-scenario gets the costs, the memory and the blocks of the live instances of its role.
+``tandem sim calibrate`` writes one and ``tandem sim run --calibration`` reads it: every group of
+the scenario gets the costs, the memory and the blocks of the live instances with its role.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ __all__ = [
 ]
 
 MIN_STEPS = 64
-"""Steps below which costs are a guess."""
+"""Fewest steps an instance must have run for its learnt costs to be used."""
 
 
 class LearntInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One live instance."""
+    """Costs and memory of one live instance."""
 
     name: str
     role: InstanceRole
@@ -47,23 +47,23 @@ class LearntInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class CalibrationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A live server."""
+    """Calibration of a live server: its instances and its overhead per request."""
 
     version: Literal[1] = 1
     model: str = ""
     request_ms: Annotated[float, Meta(ge=0)] = 0.0
-    """Milliseconds of a request beside its steps; see ``Scenario.request_ms``."""
+    """Milliseconds of a request outside of its steps; see ``Scenario.request_ms``."""
     instances: Annotated[tuple[LearntInstance, ...], Meta(min_length=1)]
 
 
 def learn_instances(instances: Sequence[InstanceStatus], info: InstanceInfo) -> CalibrationFile:
-    """Return what a server tells of its instances.
+    """Return the calibration of a server from its status.
 
     Args:
-        instances: as it lists them.
-        info: what runs; instances of a server are alike.
+       instances: the server's list of instances.
+       info: model and settings, which are the same for all instances of a server.
 
-    Raises: ConfigError (none has computed enough for its costs to mean anything).
+    Raises: ConfigError (no instance has run enough steps).
     """
     learnt: list[LearntInstance] = []
     for each in instances:
@@ -93,9 +93,10 @@ def learn_instances(instances: Sequence[InstanceStatus], info: InstanceInfo) -> 
 
 
 def read_calibration(path: Path) -> CalibrationFile:
-    """Return the calibration of a file.
+    """Read the calibration in a file.
 
-    Raises: NotFoundError; ConfigError (it is none; names the field).
+    Raises: NotFoundError (the file cannot be read); ConfigError (it is not a calibration; names the
+    field).
     """
     try:
         text = path.read_text("utf-8")
@@ -115,7 +116,8 @@ def write_calibration(path: Path, found: CalibrationFile) -> None:
 
 
 def calibrate_scenario(scenario: Scenario, found: CalibrationFile) -> Scenario:
-    """Return a scenario whose instances are as the live ones of their role.
+    """Return a scenario whose instances have the costs and memory of the live ones with the same
+    role.
 
     Raises: ConfigError (no live instance has the role of a group).
     """
@@ -147,7 +149,7 @@ def _calibrate(group: Group, found: CalibrationFile) -> Group:
 
 
 def _average(alike: Sequence[LearntInstance]) -> Calibration:
-    """Return the mean of costs, weighted by the steps that they were learnt from."""
+    """Return the mean of the instances' costs, weighted by the steps they were learnt from."""
     total = sum(each.num_steps for each in alike)
     names = [
         name

@@ -1,8 +1,8 @@
-"""A simulated cluster: requests go by the product's table of states over simulated instances.
+"""A simulated cluster: the product's request state machine drives simulated instances.
 
-Every request is a ``RequestStates``, as in the server's dispatcher; here its actions take no time
-and never fail but as the instances' schedulers refuse them. Nothing but this module knows of
-requests over more than one instance.
+Every request is a ``RequestStates``, as in the server's dispatcher. Here its actions take no time,
+and fail only if the scheduler of an instance refuses them. Only this module handles requests that
+use several instances.
 """
 
 import math
@@ -46,19 +46,19 @@ __all__ = ["Decision", "RoleSwitch", "SimCluster"]
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """A line of the decision log."""
+    """A line of the decision log: the instances chosen for a request."""
 
     at_s: float
     request: int
     kind: str
-    """pair, late_pair, decode, alone, none."""
+    """Kind of placement: pair, late_pair, decode, alone or none."""
     prefill: str = ""
     decode: str = ""
-    """The instance that serves it alone, where there is no pair."""
+    """The decoding instance; without a pair, the one that serves the whole request."""
 
 
 class RoleSwitch(msgspec.Struct, frozen=True, gc=False):
-    """A change of a role that the conductor asked for."""
+    """A change of an instance's role requested by the conductor."""
 
     at_s: float
     instance: str
@@ -77,19 +77,19 @@ class _Live:
 
 
 class SimCluster:
-    """Runs requests over instances.
+    """Runs requests on instances.
 
     Args:
-        instances: by name.
-        placing: chooses among them.
-        events: the clock.
-        limits: of each request.
-        timeout_s: of a request; None is none.
-        store: of the instances, if they have one.
-        block_tokens: that a hash of the trace stands for.
-        request_s: of a request beside its steps.
-        on_done: told of each record that is complete.
-        is_balanced: roles change with the load.
+       instances: instances by name.
+       placing: chooses the instances of a request.
+       events: the clock.
+       limits: retry limits of each request.
+       timeout_s: longest time of a request; None for no limit.
+       store: the instances' KV store, if they have one.
+       block_tokens: tokens per hash of the trace.
+       request_s: seconds of a request outside of its steps.
+       on_done: called with each completed record.
+       is_balanced: True if instances change roles with the load.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class SimCluster:
         self.num_live = 0
 
     def run(self, rows: Iterable[TraceRow]) -> None:
-        """Serve the requests of a trace, which are in order of arrival, to the end of all."""
+        """Serve the requests of a trace, given in order of arrival, until all have ended."""
         self._arrivals = iter(rows)
         self._has_more = True
         self._expect_next()
@@ -199,7 +199,7 @@ class SimCluster:
             self._on_done(live.record)
 
     def _execute(self, live: _Live, action: Action) -> list[Action]:
-        """Carry out one action; return those that its outcome asks for at once."""
+        """Perform one action; return the actions that follow from it immediately."""
         states, now_s = live.states, self.events.now_s
         match action:
             case Place():

@@ -1,7 +1,7 @@
-"""The clock of a simulated cluster: callbacks in the order of their moments.
+"""The clock of a simulated cluster: calls callbacks in order of their times.
 
-Much lighter than ``VirtualLoop``: a run of an hour has some million steps. Callbacks of one moment
-run in the order in which they were asked for, so equal programs run equally.
+Much cheaper than ``VirtualLoop``, since an hour of simulated time has some million steps. Callbacks
+with equal times run in the order of their registration, so runs are reproducible.
 """
 
 import heapq
@@ -12,7 +12,7 @@ __all__ = ["Events"]
 
 
 class Events:
-    """Callbacks to come, and the time of the one that runs."""
+    """Pending callbacks, and the time of the one that is running."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -21,13 +21,13 @@ class Events:
         self._num_added = 0
 
     def call_at(self, when_s: float, callback: Callable[..., None], *args: Any) -> None:
-        """Call back at a moment, or now if that has passed."""
+        """Call ``callback`` at time ``when_s``, or at the current time if that has passed."""
         self._num_added += 1
         when_s = max(when_s, self.now_s)
         heapq.heappush(self._queue, (when_s, self._num_added, callback, args))
 
     def run(self) -> None:
-        """Run callbacks until none is left."""
+        """Run callbacks until none is pending."""
         queue, pop = self._queue, heapq.heappop
         while queue:
             self.now_s, _, callback, args = pop(queue)

@@ -1,9 +1,10 @@
-"""Traces that are drawn instead of recorded: sessions of turns over shared prefixes.
+"""Generated traces: sessions of several turns over shared prefixes.
 
-One process makes the loads that matter: sessions begin (Poisson), each with a system prompt out of
-a few popular ones, and each turn's prompt is all that was said before and something new. One turn
-and no shared prefix is a plain Poisson load; a long shared prefix and many short turns are agents.
-Everything follows from the seed, and rows come in the order of arrival without holding the trace.
+One process covers the usual loads. Sessions begin as a Poisson process, each with a system prompt
+out of a few popular ones, and the prompt of each turn is the whole conversation so far and new
+text. One turn without a shared prefix is a plain Poisson load; a long shared prefix and many short
+turns are agents. The seed determines everything, and rows are yielded in order of arrival without
+keeping the trace in memory.
 """
 
 import heapq
@@ -29,29 +30,30 @@ NonNegative = Annotated[float, Meta(ge=0)]
 
 
 class Generator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Statistics of a load. Lengths are lognormal, with these means and these spreads."""
+    """Statistics of a load. Lengths are lognormal with these means and spreads."""
 
     requests: Annotated[int, Meta(ge=1)]
     rate: Positive
-    """Requests a second."""
+    """Requests per second."""
     burst_s: NonNegative = 0.0
-    """Arrivals are put off until the next multiple of it; 0 is Poisson."""
+    """Period of bursts in seconds: arrivals are moved to its next multiple; 0 leaves them Poisson.
+    """
     new_tokens: Positive = 1000.0
-    """Tokens of a prompt beyond what its session has said."""
+    """Mean tokens that a prompt adds to its session's conversation."""
     new_spread: NonNegative = 1.0
-    """Standard deviation of the logarithm."""
+    """Standard deviation of the logarithm of ``new_tokens``."""
     output_tokens: Positive = 200.0
     output_spread: NonNegative = 1.0
     max_tokens: Annotated[int, Meta(ge=1)] = 126_000
-    """Tokens of a prompt at most; a session that would pass it ends."""
+    """Most tokens of a prompt; a session ends before it would exceed them."""
     turns: Annotated[float, Meta(ge=1)] = 1.0
-    """Turns of a session, on average; geometric."""
+    """Mean number of turns in a session; geometrically distributed."""
     think_s: NonNegative = 60.0
-    """Between a turn and the next of a session, on average; exponential."""
+    """Mean seconds between two turns of a session; exponentially distributed."""
     shared_prefixes: Annotated[int, Meta(ge=0)] = 0
-    """System prompts that sessions begin with; 0: each session begins with its own."""
+    """Number of different system prompts; with 0 no session shares its beginning with another."""
     shared_tokens: NonNegative = 0.0
-    """Tokens of a system prompt."""
+    """Mean tokens of a system prompt."""
     shared_spread: NonNegative = 0.5
     popularity: NonNegative = 1.0
     """Exponent of Zipf's law, by which system prompts are chosen."""
@@ -61,12 +63,12 @@ class Generator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 @dataclass(slots=True)
 class _Session:
     ids: list[int]
-    """Ids of its full blocks."""
+    """Hash ids of the session's full blocks."""
     num_tokens: int
 
 
 def _draw(chance: np.random.Generator, mean: float, spread: float) -> int:
-    """Return a lognormal length of a mean, at least 1."""
+    """Return a random lognormal length with the given mean, at least 1."""
     log_mean = math.log(mean) - spread * spread / 2
     return max(round(chance.lognormal(log_mean, spread)), 1)
 
@@ -78,7 +80,7 @@ def _read_known() -> dict[str, Generator]:
 
 
 def find_generator(name: str) -> Generator:
-    """Return a load that is known by name.
+    """Return the built-in load of this name.
 
     Raises: NotFoundError.
     """

@@ -1,8 +1,8 @@
-"""A hand-over: the blocks of one prompt on their way from where it is computed to a reader.
+"""A hand-over: the transfer of one prompt's blocks from the prefilling to the decoding instance.
 
-The rules are those of ``tandem.engine.disaggregation``: blocks move as they are computed, the
-reader takes them whole, and reports the end of each. Blocks of a chunk may move while it is
-computed, layer by layer; they are there not before its last layer has been.
+The rules are those of ``tandem.engine.disaggregation``: blocks are moved as they are computed, the
+reader accepts only whole blocks, and the end of each is reported. Blocks of a chunk may be moved
+layer by layer during its computation; they are complete only after its last layer.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ __all__ = ["HandOver", "Reader", "Source"]
 
 
 class Reader(Protocol):
-    """The instance that decodes."""
+    """The instance that decodes and reads the blocks."""
 
     scheduler: Scheduler
     ingress: Link
@@ -26,15 +26,15 @@ class Reader(Protocol):
     num_layers: int
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Take in blocks that have come."""
+        """Report blocks that have arrived to the scheduler."""
         ...
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Take in blocks that do not come."""
+        """Report blocks that will not arrive to the scheduler."""
         ...
 
     def end_reading(self, request_id: str) -> None:
-        """Forget a hand-over that has ended."""
+        """Forget the hand-over of a request, which has ended."""
         ...
 
 
@@ -44,19 +44,19 @@ class Source(Protocol):
     scheduler: Scheduler
     egress: Link
     readers: dict[str, "HandOver"]
-    """By the id of a request that prefills here, or will: who reads its blocks."""
+    """Hand-overs that read this instance's blocks, by id of the prefilling request."""
 
 
 class HandOver:
     """One hand-over.
 
     Args:
-        reader: the instance that decodes.
-        source: the one that prefills.
-        request: of the reader.
-        loads: in the order of the prompt.
-        events: the clock.
-        links: between the two.
+       reader: the instance that decodes.
+       source: the instance that prefills.
+       request: the request at the reader.
+       loads: blocks to move, in order of the prompt.
+       events: the clock.
+       links: the network between the two.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class HandOver:
         self._source_id = request.prefill_kv.handle.request_id
         self._events, self._links = events, links
         self._todo = list(loads)
-        """Not on their way yet."""
+        """Blocks whose transfer has not begun."""
         self._num_moving = 0
         self._dropped: set[int] = set()
 
     def begin(self) -> None:
-        """Ask the source to tell of its progress."""
+        """Register at the source to be told of the prefill's progress."""
         self._source.readers[self._source_id] = self
         self.note_progress()
 
     def drop(self, load: BlockLoad) -> None:
-        """Take note that a block is not wanted any more; its end is reported all the same."""
+        """Mark a block as no longer wanted; its end is still reported."""
         if load in self._todo:
             self._todo.remove(load)
             self._reader.load_failed(self._request, [load.block_id])
@@ -92,18 +92,20 @@ class HandOver:
             self._dropped.add(load.block_id)
 
     def note_running(self, num_tokens: int, end_s: float) -> None:
-        """Move the blocks that a step which ends then will have computed."""
+        """Start to move the blocks that will be computed when the current step ends at ``end_s``.
+        """
         self._move(num_tokens, end_s)
 
     def note_progress(self) -> None:
-        """Move the blocks that have been computed."""
+        """Start to move the blocks that have been computed."""
         prefill = self._source.scheduler.find_prefill(self._source_id)
         if prefill is not None:
             done = prefill.prompt_len if prefill.is_finished else prefill.num_computed_tokens
             self._move(done, 0.0)
 
     def note_gone(self) -> None:
-        """Give up what has not begun to move: the prefill has gone, or its hold."""
+        """Fail all blocks whose transfer has not begun: the prefill or its hold no longer exists.
+        """
         todo, self._todo = self._todo, []
         if todo:
             self._reader.load_failed(self._request, [load.block_id for load in todo])

@@ -1,8 +1,9 @@
-"""A simulated instance: the product's scheduler, block pool and prefix index, and a model of time.
+"""A simulated instance: the product's scheduler, block pool and prefix index, with a model of step
+times.
 
-It does what the engine's loop does, step by step: plan, let time pass, complete. Tokens have no
-meaning; all of an answer are one number. The outputs of a decode between its first and its last are
-one, so that a token costs little; the moments of all of them are recorded.
+It performs the engine's loop: plan a step, let its time pass, complete it. Token values have no
+meaning; all tokens of an answer are the same number. To keep a token cheap, a decode reports all
+outputs between its first and its last at once; the time of each is recorded.
 """
 
 import math
@@ -40,20 +41,21 @@ from tandem.sim.cluster.store import SimStore
 __all__ = ["InstanceSetup", "SimInstance"]
 
 TOLD_DECODES = 32
-"""Steps without prefill of which the conductor is told one: an estimator takes longer to learn from
-a step than a scheduler to plan it."""
+"""The conductor is told of one in this many steps without prefill: learning from a step takes an
+estimator longer than planning it takes a scheduler.
+"""
 
 Put = Callable[[RequestOutput], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceSetup:
-    """All that an instance is made of."""
+    """Everything that an instance is constructed from."""
 
     name: str
     role: InstanceRole
     engine: EngineConfig
-    """With ``num_kv_blocks`` and ``max_model_len`` resolved."""
+    """Engine settings with ``num_kv_blocks`` and ``max_model_len`` resolved."""
     steps: StepModel
     block_bytes: int
     nic_bytes_per_s: float
@@ -64,28 +66,28 @@ class InstanceSetup:
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """A request that is live here."""
+    """A request that is live on this instance."""
 
     request: Request
     record: RequestRecord
     put: Put
     seed: int
     tokens: tuple[int, ...]
-    """The one token that every sample of it is."""
+    """The single token that every sample of this request is."""
     num_given: int = 0
-    """Samples that ``put`` was told of."""
+    """Number of samples already reported to ``put``."""
     num_sampled: int = 0
 
 
 class SimInstance:
-    """One instance.
+    """One simulated instance.
 
     Args:
-        setup: of it.
-        events: the clock.
-        links: carry its blocks.
-        find_instance: returns another instance by name.
-        store: that it keeps full blocks in and loads them from; None: there is none.
+       setup: its parts and settings.
+       events: the clock.
+       links: network that carries its blocks.
+       find_instance: returns another instance by name.
+       store: KV store in which it keeps full blocks and from which it loads them; None for none.
     """
 
     def __init__(
@@ -119,20 +121,22 @@ class SimInstance:
         self.readers: dict[str, HandOver] = {}
         self.busy_s = 0.0
         self.prefill_s = 0.0
-        """Seconds of the steps that computed prompts, their share by tokens' cost."""
+        """Seconds of steps spent on prompts; mixed steps count by the cost share of prompt tokens.
+        """
         self.num_steps = 0
         self._events, self._links, self._find_instance = events, links, find_instance
         self._legs: dict[str, _Leg] = {}
         self._reading: dict[str, HandOver] = {}
-        """Hand-overs that write into blocks here, by the id of their request here."""
+        """Hand-overs that write into blocks of this instance, by the id of the request here."""
         self.is_load_new = True
-        """The load may have changed since whoever tells it set this to False."""
+        """True if the load may have changed since a reader last set this to False."""
         self._is_running = False
         self._is_called = False
         self._wake_s = math.inf
         self.on_step: Callable[[StepRecord], None] | None = None
-        """Told when a step begins of the time that it will take: all that prefill, and one of
-        ``TOLD_DECODES`` others, which hardly differ."""
+        """Called at the start of a step with its predicted time: for every step with prefill, and
+        for one in ``TOLD_DECODES`` of the others, which hardly differ.
+        """
 
     # The methods from here to `num_live` are the instance's calls.
 
@@ -147,13 +151,13 @@ class SimInstance:
         """Queue a request; ``put`` gets its outputs.
 
         Args:
-            message: the request.
-            record: gets the moments of its tokens.
-            put: called with its first output and its last.
-            token: all that it samples.
-            keys: of its prompt's full blocks, if they are known already.
+           message: the request.
+           record: receives the times of its tokens.
+           put: called with its first and with its last output.
+           token: the token that each of its samples is.
+           keys: keys of its prompt's full blocks, if they are known already.
 
-        Raises: as ``Scheduler.add``.
+        Raises: the errors of ``Scheduler.add``.
         """
         now_s = self._events.now_s
         request = Request(
@@ -180,14 +184,16 @@ class SimInstance:
         self._call()
 
     def continue_request(self, message: ContinueRequest) -> bool:
-        """Give a request the tokens of another instance; see ``Scheduler.continue_request``."""
+        """Give a request the tokens that another instance sampled; see
+        ``Scheduler.continue_request``.
+        """
         tokens = message.continuation.token_ids
         is_taken = self.scheduler.continue_request(message.request_id, tokens)
         self._call()
         return is_taken
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request; nothing that it still says is told."""
+        """Stop a request; its remaining outputs are not reported."""
         leg = self._legs.pop(request_id, None)
         if leg is not None:
             self.scheduler.cancel(request_id)
@@ -195,7 +201,7 @@ class SimInstance:
             self._call()
 
     def release_hold(self, request_id: str) -> None:
-        """Give up the blocks of a prefill; harmless if there are none."""
+        """Free the blocks held for a finished prefill, if there are any."""
         self.scheduler.release_hold(request_id)
         self._end_read(request_id)
         self._call()
@@ -206,7 +212,7 @@ class SimInstance:
             hand_over.note_gone()
 
     def measure_load(self) -> InstanceLoad:
-        """Return what the live requests need."""
+        """Return the load: the tokens and blocks that live requests need."""
         return self.scheduler.measure_load()
 
     @property
@@ -225,7 +231,7 @@ class SimInstance:
         return num_cached + self.store.count_stored(self._segment, wanted[num_cached:])
 
     def _begin_tiers(self, plan: StepPlan) -> None:
-        """Keep what a plan says in the store, as the setting ``tiers.write`` has it."""
+        """Put a plan's blocks into the store, as the setting ``tiers.write`` says."""
         store = self.store
         if store is None:
             return
@@ -248,17 +254,17 @@ class SimInstance:
         self.load_failed(request, [load.block_id for load in loads])
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Report blocks that have come."""
+        """Report blocks that have arrived to the scheduler."""
         self.scheduler.load_done(request, block_ids)
         self._call()
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Report blocks that do not come."""
+        """Report blocks that will not arrive to the scheduler."""
         self.scheduler.load_failed(request, block_ids)
         self._call()
 
     def end_reading(self, request_id: str) -> None:
-        """Forget a hand-over that has ended."""
+        """Forget the hand-over of a request, which has ended."""
         self._reading.pop(request_id, None)
 
     def _begin_loads(self, plan: StepPlan) -> None:
@@ -283,7 +289,7 @@ class SimInstance:
     # The methods below begin and end steps.
 
     def _call(self) -> None:
-        """Look for something to do once all that happens in this moment has happened."""
+        """Look for work after all other callbacks of the current time have run."""
         self.is_load_new = True
         if not self._is_called and not self._is_running:
             self._is_called = True
@@ -344,7 +350,7 @@ class SimInstance:
         self._events.call_at(end_s, self._end_step, plan)
 
     def _announce(self, plan: StepPlan, end_s: float) -> None:
-        """Let readers of this step's prompts begin while it runs."""
+        """Let readers of this step's prompts begin to move blocks while the step runs."""
         if not self.setup.is_layerwise:
             return
         for sequence in plan.sequences:
@@ -361,7 +367,7 @@ class SimInstance:
             if sequence.wants_sample:
                 request_id = sequence.request.request_id
                 leg = legs.get(request_id)
-                if leg is None:  # Cancelled while it ran.
+                if leg is None:  # The request was cancelled while the step ran.
                     sampled[request_id] = (0,)
                     continue
                 sampled[request_id] = leg.tokens
@@ -391,7 +397,7 @@ class SimInstance:
             self._give(leg, request.finish_reason)
 
     def _give(self, leg: _Leg, reason: FinishReason | None) -> None:
-        """Tell the outputs of a request that have not been told."""
+        """Report the outputs of a request that have not been reported."""
         request = leg.request
         tokens = list(leg.tokens) * (leg.num_sampled - leg.num_given)
         is_first = leg.num_given == 0
@@ -423,7 +429,7 @@ class SimInstance:
 
 
 def _sum_up(plan: StepPlan) -> StepWork:
-    """Return the work of a plan."""
+    """Return the work of a plan: the numbers that its time is predicted from."""
     prefill_tokens = num_decodes = decode_tokens = 0
     prefill_context = 0.0
     for sequence in plan.sequences:

@@ -1,9 +1,10 @@
-"""Links that transfers share max-min fairly.
+"""Network links whose bandwidth transfers share by max-min fairness.
 
-A transfer uses some links at once, as the sending side of one machine and the receiving side of
-another. Its rate is raised with those of all others until a link that it uses is full: no transfer
-can be faster without one that is not faster becoming slower. Rates change when a transfer begins or
-ends, and then only those of transfers that share links with it, directly or through others.
+A transfer uses several links at once, for example the sending port of one machine and the receiving
+port of another. All rates rise equally until a link is full, which fixes the rates of its
+transfers: no rate can be raised without lowering one that is not higher. Rates change when a
+transfer begins or ends, and only those of transfers that share links with it, directly or through
+others.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,24 +27,26 @@ class Link:
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """Bytes on their way."""
+    """Bytes being moved."""
 
     links: tuple[Link, ...]
     left_bytes: float
     on_end: Callable[[], None]
     rate: float = 0.0
     since_s: float = 0.0
-    """The moment at which ``left_bytes`` was right."""
+    """Time at which ``left_bytes`` was last updated."""
     version: int = 0
-    """The version of its end that stands in the queue of events."""
+    """Number of the last change of rate; events of the transfer's end with a lower number are
+    obsolete.
+    """
 
 
 class Links:
     """All transfers of a run.
 
     Args:
-        events: the clock.
-        latency_s: from asking for a transfer until its first byte moves.
+       events: the clock.
+       latency_s: seconds from starting a transfer until its first byte moves.
     """
 
     def __init__(self, events: Events, latency_s: float = 0.0) -> None:
@@ -51,7 +54,7 @@ class Links:
         self._latency_s = latency_s
 
     def start(self, links: Sequence[Link], size_bytes: float, on_end: Callable[[], None]) -> None:
-        """Move bytes over links; ``on_end`` is called when the last one has come."""
+        """Move bytes over links; ``on_end`` is called when the last byte has arrived."""
         transfer = Transfer(tuple(links), size_bytes, on_end)
         self._events.call_at(self._events.now_s + self._latency_s, self._begin, transfer)
 
@@ -66,14 +69,14 @@ class Links:
 
     def _end(self, transfer: Transfer, version: int) -> None:
         if version != transfer.version:
-            return  # Its rate has changed since.
+            return  # The rate has changed since this event was queued.
         for link in transfer.links:
             del link.transfers[transfer]
         self._share(transfer.links)
         transfer.on_end()
 
     def _share(self, links: Iterable[Link]) -> None:
-        """Give new rates to the transfers that a change on some links can reach."""
+        """Recompute the rates of the transfers that a change on some links can affect."""
         now_s = self._events.now_s
         for transfer, rate in share_fairly(links).items():
             if rate == transfer.rate:
@@ -86,7 +89,7 @@ class Links:
 
 
 def share_fairly(links: Iterable[Link]) -> dict[Transfer, float]:
-    """Return the max-min fair rates of all transfers that are connected with some links."""
+    """Return the max-min fair rates of all transfers connected with some links."""
     free: dict[Link, float] = {}
     todo = list(links)
     waiting: dict[Transfer, None] = {}

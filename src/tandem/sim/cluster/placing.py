@@ -1,7 +1,7 @@
-"""The way of a request: the product's conductor, told of the simulated instances.
+"""Placement of requests: the product's conductor, fed by the simulated instances.
 
-The one module that knows the shape of the conductor. Blocks and steps are told as they happen, and
-loads at the moment of a decision: as if every instance had just told its own.
+Only this module uses the conductor's interface. Blocks and steps are reported as they happen, and
+loads when a decision is made, so that the conductor's view is never stale.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,55 +28,55 @@ IDENTITY = "simulated"
 
 
 class _Teller:
-    """Tells the conductor of one instance at once; an ``IndexObserver``."""
+    """Reports one instance's cache to the conductor without delay; an ``IndexObserver``."""
 
     def __init__(self, conductor: Conductor, name: str) -> None:
         self._conductor, self._name = conductor, name
 
     def note_stored(self, node: PrefixNode) -> None:
-        """See ``IndexObserver``."""
+        """Report a block that was added to the prefix index."""
         assert node.key is not None, "a partial block has no key"
         self._conductor.note_blocks(self._name, [cut_key(node.key)])
 
     def note_removed(self, key: bytes) -> None:
-        """See ``IndexObserver``."""
+        """Report a block that was removed from the prefix index."""
         self._conductor.note_blocks(self._name, removed=[cut_key(key)])
 
     def note_cleared(self) -> None:
-        """See ``IndexObserver``."""
+        """Report that the prefix index was cleared."""
         self._conductor.note_flushed(self._name)
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Tell the block that a state follows."""
+        """Report the block after which a recurrent state is kept."""
         self._conductor.note_group(self._name, [cut_key(snapshot.parent_key)])
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """Tell the block that no state follows any more."""
+        """Report the block after which a recurrent state is no longer kept."""
         self._conductor.note_group(self._name, removed=[cut_key(snapshot.parent_key)])
 
     def note_window_kept(self, node: PrefixNode) -> None:
-        """Tell a block whose window is there."""
+        """Report a block whose sliding window is cached."""
         assert node.key is not None, "a partial block has no key"
         self._conductor.note_group(self._name, [cut_key(node.key)])
 
     def note_window_removed(self, key: bytes) -> None:
-        """Tell a block whose window is gone."""
+        """Report a block whose sliding window is no longer cached."""
         self._conductor.note_group(self._name, removed=[cut_key(key)])
 
     def note_step(self, step: StepRecord) -> None:
-        """Take in a step."""
+        """Report a step to the conductor."""
         self._conductor.note_steps(self._name, [step])
 
 
 class Placing:
-    """Asks a conductor.
+    """Asks a conductor where requests go.
 
     Args:
-        name: of its policy, as ``cluster.policy``.
-        instances: of the run.
-        admission: how requests are accepted.
-        slo: by which they are.
-        conductor: that knows of nothing yet; None: a new one of that policy.
+       name: name of the policy, as in ``cluster.policy``.
+       instances: instances of the run.
+       admission: mode of admission.
+       slo: objectives by which requests are admitted.
+       conductor: a conductor that knows no instances yet; None makes one with the policy.
     """
 
     def __init__(
@@ -116,17 +116,17 @@ class Placing:
         self._link()
 
     def _link(self) -> None:
-        """Let every decode instance read every prefill instance."""
+        """Let every decode instance read blocks of every prefill instance."""
         prefills = [each.name for each in self._instances if each.role == "prefill"]
         for each in self._instances:
             if each.role == "decode":
                 self.conductor.set_sources(each.name, prefills)
 
     def balance(self, now_s: float) -> RoleChange | None:
-        """Let an instance change its role if that is due; return the change.
+        """Change the role of an instance if that is due; return the change.
 
         Args:
-            now_s: of the run.
+           now_s: time of the run.
         """
         for each in self._instances:
             self._tell_load(each)
@@ -146,14 +146,14 @@ class Placing:
         *,
         is_new: bool,
     ) -> Decision:
-        """Return where a request goes, or why it is not accepted.
+        """Return the instances for a request, or the reason why it is rejected.
 
         Args:
-            place: of the request's machine.
-            request: as it arrived.
-            keys: of its prompt's full blocks.
-            now_s: of the run.
-            is_new: it has not been accepted yet.
+           place: the action of the request's state machine.
+           request: the request as it arrived.
+           keys: keys of its prompt's full blocks.
+           now_s: time of the run.
+           is_new: True if the request has not been admitted before.
         """
         size = self._instances[0].setup.engine.block_size
         for each in self._instances:
@@ -168,7 +168,9 @@ class Placing:
         return self.conductor.place(place, question, now_s, is_new=is_new)
 
     def is_refused_late(self, name: str, request: AddRequest) -> bool:
-        """Return whether a request is refused after its prefill, where it would decode."""
+        """Return True if a request is rejected after its prefill, by the decode instance's
+        predicted TPOT.
+        """
         if self._late_tpot_s is None:
             return False
         self._tell_load(self._by_name[name])

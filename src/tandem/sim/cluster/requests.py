@@ -1,7 +1,8 @@
-"""Requests of a run, made from the rows of a trace as they arrive, so that none waits in memory.
+"""Requests of a run, made from the rows of a trace as they arrive, so that they need no memory
+before.
 
-The tokens of a block all are its hash: equal hashes are equal tokens, which is all that a prefix
-index can see of a prompt.
+All tokens of a block are its hash id: equal hash ids give equal tokens, which is sufficient for a
+prefix index.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,11 +24,11 @@ __all__ = [
 ]
 
 FIRST_OUTPUT_ID = 1 << 30
-"""Tokens of answers begin here, above all hashes."""
+"""Token ids of answers begin here, above all hash ids."""
 
 
 def make_tokens(row: TraceRow, block_tokens: int = BLOCK_TOKENS) -> list[int]:
-    """Return the prompt of a row."""
+    """Return the prompt tokens of a row."""
     tokens: list[int] = []
     for hash_id in row.hash_ids:
         tokens += [hash_id] * block_tokens
@@ -41,10 +42,10 @@ def make_request(
     """Return the request of a row.
 
     Args:
-        row: of the trace.
-        number: of the request in the run.
-        timeout_s: from its arrival.
-        block_tokens: that a hash of the trace stands for.
+       row: row of the trace.
+       number: number of the request in the run.
+       timeout_s: seconds from its arrival.
+       block_tokens: tokens per hash of the trace.
     """
     # The request generates exactly the trace's output length; a row without output generates one
     # token, so that its prompt is computed.
@@ -59,14 +60,15 @@ def make_request(
 
 @dataclass(slots=True)
 class KeyCache:
-    """The keys of the blocks of a trace, by hash, computed once for all instances.
+    """Keys of a trace's blocks by hash id, computed once for all instances.
 
-    Right because a hash stands for all tokens up to its block: its chain is always the same.
+    A hash id identifies all tokens up to the end of its block, so its chain of keys is always the
+    same.
 
     Attributes:
-        block_size: of the instances; blocks of the trace are cut into such, which divide them.
-        root_key: of the instances' index.
-        block_tokens: of the trace.
+       block_size: tokens of an instance's block; divides ``block_tokens``.
+       root_key: root key of the instances' prefix index.
+       block_tokens: tokens per hash of the trace.
     """
 
     block_size: int
@@ -96,13 +98,13 @@ class KeyCache:
 
 
 def scale_rows(rows: Iterable[TraceRow], factor: float) -> Iterator[TraceRow]:
-    """Yield rows whose rate is so many times as high."""
+    """Yield rows with the request rate multiplied by ``factor``."""
     for row in rows:
         yield msgspec.structs.replace(row, timestamp=row.timestamp / factor)
 
 
 def repeat_rows(rows: Sequence[TraceRow], times: int) -> Iterator[TraceRow]:
-    """Yield a trace so often, one after the other; each has hashes and an hour of its own."""
+    """Yield a trace ``times`` times in sequence, each with new hash ids and shifted in time."""
     if not rows:
         return
     num_hashes = 1 + max(hash_id for row in rows for hash_id in row.hash_ids)

@@ -1,4 +1,6 @@
-"""From a scenario to a run: instances made of machines and models, requests of a trace, figures."""
+"""Builds and runs a scenario: instances from machines and models, requests from a trace, and
+figures.
+"""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,43 +47,44 @@ class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     role: str
     busy_s: float
-    """In steps."""
+    """Seconds spent in steps."""
     prefill_s: float
-    """Seconds of these for prompts."""
+    """Seconds of ``busy_s`` spent on prompts."""
     steps: int
     requests: int
-    """Prompts that it looked up in its prefix index."""
+    """Number of prompts looked up in its prefix index."""
     prompt_tokens: int
     hit_tokens: int
-    """Found in the prefix index, what the store brought in time included."""
+    """Prompt tokens found in the prefix index, including those that the store had loaded in time.
+    """
     store_hit_tokens: int
-    """Those that the store brought."""
+    """Prompt tokens of ``hit_tokens`` that were loaded from the store."""
     preemptions: int
     received_bytes: float
     sent_bytes: float
 
 
 class SimReport(LoadReport, frozen=True, kw_only=True):
-    """The figures of ``tandem bench serve``, and those of the cluster."""
+    """The figures of ``tandem bench serve``, with those of the cluster added."""
 
     scenario: str
     load_s: float
-    """From the first arrival until the last one, and a mean gap."""
+    """Seconds in which requests arrived: from the first to the last arrival, and one mean gap."""
     events: int
     prefill_s: float
-    """Seconds of all instances for prompts."""
+    """Seconds that all instances spent on prompts."""
     hit_ratio: float
-    """Share of prompt tokens that were found in a prefix index."""
+    """Share of prompt tokens found in a prefix index."""
     store_hit_ratio: float
-    """Share of prompt tokens that the store brought."""
+    """Share of prompt tokens loaded from the store."""
     fallbacks: dict[str, int]
     role_switches: tuple[RoleSwitch, ...] = ()
-    """Changes of roles by load, in their order."""
+    """Role changes caused by the load, in order."""
     instances: list[InstanceFigures]
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that has ended."""
+    """A completed run."""
 
     report: SimReport
     records: list[RequestRecord]
@@ -91,7 +94,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def make_setups(scenario: Scenario) -> list[InstanceSetup]:
     """Return the instances of a scenario.
 
-    Raises: NotFoundError (a machine, a model); ConfigError; CapacityError (weights do not fit).
+    Raises: NotFoundError (unknown machine or model); ConfigError; CapacityError (weights do not
+    fit).
     """
     setups: list[InstanceSetup] = []
     bus = 1e11 if scenario.store is None else scenario.store.bus_gb_per_s * 1e9
@@ -133,7 +137,7 @@ def _find_port(group: Group, links: LinkSpec) -> float:
 
 
 def _resolve(group: Group) -> tuple[StepModel, int, int, int]:
-    """Return steps, bytes of KV a token, layers and tokens of KV."""
+    """Return a group's step model, KV bytes per token, layers, and tokens of KV that fit."""
     group.check_speed()
     if group.calibration is not None:
         return LearntSteps(group.calibration), group.kv_bytes_per_token, 1, group.kv_tokens
@@ -181,7 +185,7 @@ def _resolve(group: Group) -> tuple[StepModel, int, int, int]:
 def open_load(load: Load) -> Iterator[TraceRow]:
     """Return the rows of a load, in order of arrival.
 
-    Raises: ConfigError (it names no trace); as ``read_rows``.
+    Raises: ConfigError (the load names no trace); the errors of ``read_rows``.
     """
     rows: Iterable[TraceRow]
     if load.generator is not None:
@@ -202,13 +206,13 @@ def open_load(load: Load) -> Iterator[TraceRow]:
 def build_cluster(
     scenario: Scenario, *, on_done: Callable[[RequestRecord], None] | None = None
 ) -> SimCluster:
-    """Return the cluster of a scenario, which has served nothing.
+    """Return the cluster of a scenario, before its first request.
 
     Args:
-        scenario: of the run.
-        on_done: told of each request that has ended.
+       scenario: the scenario.
+       on_done: called with each completed record.
 
-    Raises: as ``make_setups``.
+    Raises: the errors of ``make_setups``.
     """
     events = Events()
     links = Links(events, scenario.links.latency_us / 1e6)
@@ -253,14 +257,14 @@ def run_scenario(
     *,
     on_done: Callable[[RequestRecord], None] | None = None,
 ) -> Run:
-    """Run a scenario to the end of its last request.
+    """Run a scenario until its last request has ended.
 
     Args:
-        scenario: of the run.
-        rows: the requests, in order of arrival.
-        on_done: told of each request that has ended.
+       scenario: the scenario.
+       rows: the requests, in order of arrival.
+       on_done: called with each completed record.
 
-    Raises: as ``make_setups``.
+    Raises: the errors of ``make_setups``.
     """
     cluster = build_cluster(scenario, on_done=on_done)
     cluster.run(rows)
@@ -292,7 +296,9 @@ def run_scenario(
 
 
 def _measure_load_s(records: Sequence[RequestRecord]) -> float:
-    """Return the time in which requests arrived, so that their number over it is their rate."""
+    """Return the seconds in which requests arrived: the number of requests divided by it is their
+    rate.
+    """
     if len(records) < 2:
         return 1.0
     span_s = records[-1].sent_s - records[0].sent_s

@@ -1,7 +1,7 @@
-"""A scenario: all that a simulated run assumes, as one YAML file.
+"""A scenario: all assumptions of a simulated run, as one YAML file.
 
 Machines and models are those of ``tandem plan --list``, or files. Settings of an instance are those
-of ``tandem serve`` (``EngineConfig``), so a scenario says nothing that a server could not be told.
+of ``tandem serve`` (``EngineConfig``), so that a scenario has no setting that a server lacks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,40 +40,44 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Instances that are alike."""
+    """Identical instances."""
 
     count: Count = 1
     role: InstanceRole = "unified"
     hardware: str = ""
-    """The machine of one instance: a name of ``tandem plan --list``, or a file."""
+    """The machine of one instance: a name in ``tandem plan --list``, or a file."""
     model: str = ""
-    """A configuration of ``tandem plan --list``."""
+    """The model: a name in ``tandem plan --list``."""
     weights: str = "bf16"
-    """Format of all weights."""
+    """Weight format of all weights."""
     accelerators: Annotated[int, Meta(ge=0)] | None = None
-    """Accelerators of the machine that the instance uses; None is all of them."""
+    """Number of the machine's accelerators that the instance uses; None takes all."""
     kv_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Tokens whose KV the instance keeps; 0 is as many as fit beside the weights."""
+    """Tokens whose KV fits into the instance; 0 computes them from the memory left by the weights.
+    """
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """The share of the accelerators' memory for weights and KV."""
+    """Share of the accelerators' memory used for weights and KV."""
     step_overhead_ms: NonNegative = 0.0
-    """Milliseconds of each step beside the device's work."""
+    """Milliseconds of each step in addition to the device's work."""
     decode_overhead_ms: NonNegative = 0.0
-    """Milliseconds that each decode of a step adds to that, such as a sampler's."""
+    """Milliseconds that each decode adds to a step's overhead, for example for sampling."""
     gpu_compute: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Share of the peak of matrix products; None is the cost model's own."""
+    """Share of the peak rate of matrix products that is reached; None takes the cost model's
+    default.
+    """
     gpu_bandwidth: Annotated[float, Meta(gt=0, le=1)] | None = None
-    """Share of the peak of memory; None is the cost model's own."""
+    """Share of the peak memory bandwidth that is reached; None takes the cost model's default."""
     calibration: Calibration | None = None
-    """Learnt costs of steps, in the place of machine and model."""
+    """Learnt step costs, used instead of ``hardware`` and ``model``."""
     kv_bytes_per_token: Annotated[int, Meta(ge=0)] = 0
-    """With ``calibration``, that says nothing of it."""
+    """KV bytes per token; needed with ``calibration``, which does not contain it."""
     engine: EngineConfig = EngineConfig(block_size=512, max_batch_tokens=8192, max_running=256)
     nic_gbps: Positive | None = None
-    """Bits of this group's ports, where they are not those of ``links``."""
+    """Gbit/s of this group's ports; None takes those of ``links``."""
 
     def check_speed(self) -> None:
-        """Refuse a group without speed; a command may have given it one after it was read.
+        """Check that the group has either a machine and a model or a calibration. Called late,
+        since a command may add a calibration.
 
         Raises: ConfigError.
         """
@@ -86,39 +90,41 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class LinkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The network of the instances: each has one port, both directions at once."""
+    """The network between instances: each has one full-duplex port."""
 
     gbps: Positive = 800.0
-    """Gigabits a second of a port, one direction."""
+    """Gbit/s of a port in each direction."""
     efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.87
-    """Share that is payload: 87 GB/s of 4 x 200 Gbit/s, as the transfer engine is published."""
+    """Share of the bandwidth that carries payload: 87 GB/s of 4 x 200 Gbit/s, the published figure
+    of the transfer engine.
+    """
     latency_us: NonNegative = 50.0
-    """From asking for a transfer until its first byte moves."""
+    """Microseconds from starting a transfer until its first byte moves."""
     is_layerwise: bool = True
-    """KV of a chunk moves while its later layers are computed."""
+    """True if the KV of a chunk is moved while its later layers are computed."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The requests of a run."""
 
     trace: str = ""
-    """A file in Mooncake's format."""
+    """Path of a trace in Mooncake's format."""
     generator: Generator | str | None = None
-    """Statistics of a load, or the name of one that is known, in the place of a trace."""
+    """Statistics of a generated load, or the name of a built-in one, instead of a trace."""
     block_tokens: Count = BLOCK_TOKENS
-    """Tokens that a hash of the trace stands for."""
+    """Tokens per hash of the trace."""
     length_divisor: Count = 1
-    """Divides all lengths, those that a hash stands for included: the load of a small model."""
+    """Divisor of all lengths, including the tokens per hash: makes the load fit a small model."""
     limit: Annotated[int, Meta(ge=0)] = 0
-    """Requests at most; 0 is all."""
+    """Most requests to run; 0 runs all."""
     rate_scale: Positive = 1.0
-    """Factor on the rate: times between arrivals are divided by it."""
+    """Factor on the request rate: times between arrivals are divided by it."""
     repeat: Count = 1
-    """The trace so often, one after the other, each with hashes of its own."""
+    """Number of times the trace is run in sequence, each time with new hashes."""
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One run."""
+    """All assumptions of one run."""
 
     name: str = ""
     note: str = ""
@@ -128,26 +134,27 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     links: LinkSpec = LinkSpec()
     store: StoreSpec | None = None
     policy: str = "prefix"
-    """The policy, as ``cluster.policy``."""
+    """Routing policy, as ``cluster.policy``."""
     admission: AdmissionMode | Literal["late"] = "none"
-    """By TTFT and TPOT of ``slo``; a request that is refused counts as failed. late, which no
-    server does: by TTFT at its arrival, and by TPOT after its prefill."""
+    """Admission by the TTFT and TPOT of ``slo``; a rejected request counts as failed. ``late``,
+    which servers do not have, checks TTFT on arrival and TPOT after the prefill.
+    """
     roles: Literal["fixed", "load"] = "fixed"
-    """load: instances change between prefill and decode, as ``cluster.roles``."""
+    """With ``load``, instances change between prefill and decode, as with ``cluster.roles``."""
     lease_s: Positive = 30.0
     """Seconds of a lease, as ``cluster.lease_s``."""
     slo: Objectives = Objectives()
     load: Load = Load()
     request_ms: NonNegative = 0.0
-    """Milliseconds of a request beside its steps: the server's, and of messages to and fro."""
+    """Milliseconds of a request outside of its steps: work of the server and messages."""
     timeout_s: Positive | None = None
-    """Seconds that a request may take."""
+    """Longest time of a request in seconds; None for no limit."""
 
 
 def parse_scenario(text: str, where: str) -> Scenario:
     """Return the scenario of a YAML text.
 
-    Raises: ConfigError that names the field.
+    Raises: ConfigError (names the field).
     """
     try:
         fields: Any = parse_yaml(text)
@@ -162,9 +169,9 @@ def parse_scenario(text: str, where: str) -> Scenario:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Return the scenario of a file; a trace that it names is found beside it.
+    """Read a scenario from a file; the path of its trace is relative to the file.
 
-    Raises: NotFoundError; ConfigError that names the field.
+    Raises: NotFoundError; ConfigError (names the field).
     """
     try:
         text = path.read_text("utf-8")
@@ -181,14 +188,14 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def change_scenario(scenario: Scenario, changes: Mapping[str, Any]) -> Scenario:
-    """Return a scenario with some of its fields replaced.
+    """Return a scenario with some fields replaced.
 
     Args:
-        scenario: to be changed.
-        changes: values by path, as ``load.rate_scale``, ``instances.0.count``, or
-            ``instances.*.step_overhead_ms`` for all groups.
+       scenario: the original.
+       changes: values by path, such as ``load.rate_scale``, ``instances.0.count``, or
+           ``instances.*.step_overhead_ms`` for all groups.
 
-    Raises: ConfigError (there is no such field, or a value is out of its bounds).
+    Raises: ConfigError (no such field, or a value out of its bounds).
     """
     fields = msgspec.json.decode(msgspec.json.encode(scenario))
     for path, value in changes.items():
@@ -219,7 +226,7 @@ def _set(node: Any, keys: list[str], value: Any, path: str) -> None:
 
 
 def parse_changes(words: Iterable[str]) -> dict[str, Any]:
-    """Return the changes of ``PATH=VALUE`` words, values as YAML.
+    """Parse ``PATH=VALUE`` words, values as YAML; return values by path.
 
     Raises: ConfigError.
     """

@@ -1,7 +1,7 @@
-"""The time of a step: the one model of a simulated instance that decides about its speed.
+"""Models of the time of a step, which alone decide the speed of a simulated instance.
 
-``PlannedSteps`` asks the planner's cost model, for machines that nobody here has. ``LearntSteps``
-takes the costs that a live instance has learnt from its own steps.
+``PlannedSteps`` uses the planner's cost model, for machines that are not available. ``LearntSteps``
+uses costs that a live instance has learnt from its steps.
 """
 
 import math
@@ -18,18 +18,18 @@ __all__ = ["Calibration", "LearntSteps", "PlannedSteps", "StepModel", "StepWork"
 
 
 class StepWork(NamedTuple):
-    """The work of one step, in the features by which its time is predicted."""
+    """The work of one step: the numbers from which its time is predicted."""
 
     prefill_tokens: int
     prefill_context: float
-    """Sum over these tokens of the tokens that each attends to."""
+    """Sum over prefilled tokens of the number of tokens that each attends to."""
     num_decodes: int
     decode_tokens: int
     """KV tokens that the decodes read."""
 
 
 class StepModel(Protocol):
-    """Predicts steps."""
+    """Predicts the times of steps."""
 
     def predict_s(self, work: StepWork) -> float:
         """Return the seconds of a step."""
@@ -37,32 +37,32 @@ class StepModel(Protocol):
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of a step by feature, as a live instance has learnt them."""
+    """Costs in seconds per unit of a step's work, learnt by a live instance."""
 
     step_s: Annotated[float, Meta(ge=0)]
-    """Seconds of every step."""
+    """Seconds per step, whatever its work."""
     prefill_token_s: Annotated[float, Meta(ge=0)]
     prefill_context_s: Annotated[float, Meta(ge=0)]
-    """Seconds for each token that a prefilled token attends to."""
+    """Seconds per token that a prefilled token attends to."""
     decode_s: Annotated[float, Meta(ge=0)]
     decode_token_s: Annotated[float, Meta(ge=0)]
-    """Seconds for each KV token that a decode reads."""
+    """Seconds per KV token that a decode reads."""
     gap_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Between the end of a step and the beginning of the next one, beside it."""
+    """Seconds between the end of a step and the beginning of the next."""
     machine: str = ""
     model: str = ""
     error: float = 0.0
-    """Mean relative error on the steps that it was learnt from."""
+    """Mean relative error on the steps that the costs were learnt from."""
 
 
 class LearntSteps:
-    """Steps by a calibration."""
+    """Step times from a calibration."""
 
     def __init__(self, costs: Calibration) -> None:
         self._costs = costs
 
     def predict_s(self, work: StepWork) -> float:
-        """See ``StepModel``."""
+        """Return the seconds of a step, a sum of its work times its costs."""
         costs = self._costs
         return (
             costs.step_s
@@ -75,19 +75,19 @@ class LearntSteps:
 
 
 class PlannedSteps:
-    """Steps by the planner's cost model.
+    """Step times from the planner's cost model.
 
-    It is evaluated at contexts that are powers of two, once for each number of tokens or users, and
-    is a straight line between them. In a mixed step the decodes are so many more tokens in the
-    matrix products of the prefill, and their attention comes on top.
+    The model is evaluated at contexts that are powers of two, once for each number of tokens or
+    users, and interpolated linearly between. In a mixed step the decodes add tokens to the
+    prefill's matrix products, and their attention is added to the time.
 
     Args:
-        spec: the machine.
-        shape: the model.
-        place: where what of the model is.
-        eff: shares of the peaks that are reached.
-        overhead_s: of a step beside the device's work, such as a scheduler's.
-        decode_overhead_s: that each decode of the step adds to that, such as a sampler's.
+       spec: the machine.
+       shape: the model.
+       place: placement of the model's parts.
+       eff: shares of the peak rates that are reached.
+       overhead_s: seconds per step in addition to the device's work, for example of a scheduler.
+       decode_overhead_s: seconds that each decode adds to that, for example of a sampler.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class PlannedSteps:
         self._chunks: dict[int, list[float | None]] = {}
 
     def predict_s(self, work: StepWork) -> float:
-        """See ``StepModel``."""
+        """Return the seconds of a step: overhead, prefill and decodes."""
         seconds = self._overhead_s + self._decode_overhead_s * work.num_decodes
         if work.prefill_tokens:
             context = work.prefill_context / work.prefill_tokens

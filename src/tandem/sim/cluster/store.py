@@ -1,9 +1,9 @@
-"""The KV store of a simulated cluster: the master's directory and policies, without bytes.
+"""The KV store of a simulated cluster: the master's directory and policies, without data.
 
-Each instance's machine has a segment. A block is put where it was computed; a segment that is too
-full gives up its least recently used blocks, by the store's own watermark, step and order. Reading
-costs the links between the machine that has a block and the one that wants it, or the bus of the
-one that has it itself.
+Each instance's machine has a segment. A block is put into the segment of the machine that computed
+it; a segment that is too full evicts its least recently used blocks, by the store's own watermark,
+step and order. Reading a block uses the links between its machine and the reader, or the machine's
+own bus if both are the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +32,16 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens: Annotated[int, Meta(ge=1)]
     """Tokens of KV in the segment of each instance."""
     scope: Literal["global", "local"] = "global"
-    """local: an instance finds the blocks of its own segment alone."""
+    """With ``local``, an instance finds only the blocks in its own segment."""
     bus_gb_per_s: Annotated[float, Meta(gt=0)] = 100.0
-    """Gigabytes a second between a machine's memory and its accelerators, one direction."""
+    """GB/s between a machine's memory and its accelerators, in each direction."""
     tiers: TierConfig = TierConfig()
     """The settings ``tiers`` of a server."""
 
 
 @dataclass(eq=False)
 class StoreShare:
-    """The part of the store on one machine."""
+    """The store's segment on one machine."""
 
     number: int
     capacity_bytes: int
@@ -55,10 +55,10 @@ class SimStore:
     """The blocks of all segments.
 
     Args:
-        spec: of the scenario.
-        links: carry blocks.
-        block_bytes: of a block.
-        now_s: the clock.
+       spec: settings in the scenario.
+       links: network that carries blocks.
+       block_bytes: bytes of a block.
+       now_s: the clock.
     """
 
     def __init__(
@@ -69,20 +69,21 @@ class SimStore:
         self.block_bytes = block_bytes
         self.num_evicted = 0
         self.on_change: Callable[[Sequence[bytes], Sequence[bytes]], None] | None = None
-        """Told of the keys of blocks that all instances find from now on, and of those that none
-        does any more."""
+        """Called with the keys of blocks that all instances can find from now on, and the keys of
+        blocks that no instance can find any more.
+        """
         self._links, self._now_s = links, now_s
         self._config = StoreConfig()
         self._segments: list[StoreShare] = []
 
     def add_segment(self, tokens_bytes: int, egress: Link, ingress: Link, bus: Link) -> StoreShare:
-        """Add the segment of a machine."""
+        """Add the segment of a machine, with its network ports and bus."""
         segment = StoreShare(len(self._segments), tokens_bytes, egress, ingress, bus)
         self._segments.append(segment)
         return segment
 
     def put(self, segment: StoreShare, keys: Sequence[bytes]) -> None:
-        """Keep blocks, unless they are there already."""
+        """Add blocks to a segment, except those that it has."""
         directory = self.directory
         stored: list[bytes] = []
         removed: list[bytes] = []
@@ -118,7 +119,7 @@ class SimStore:
             self.on_change(stored, removed)
 
     def count_stored(self, segment: StoreShare, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain an instance finds, and note their use."""
+        """Return how many leading blocks of a chain an instance can find, and record their use."""
         directory = self.directory
         until_ms = int(self._now_s() * 1e3) + self._config.lease_ms
         count = 0
@@ -138,7 +139,9 @@ class SimStore:
         on_done: Callable[[Request, Sequence[BlockLoad]], None],
         on_failed: Callable[[Request, Sequence[BlockLoad]], None],
     ) -> None:
-        """Move blocks of one request to an instance; each is reported once."""
+        """Move blocks of one request to an instance; each block is reported once, as loaded or
+        failed.
+        """
         request = loads[0].request
         by_source: dict[int, list[BlockLoad]] = {}
         missing: list[BlockLoad] = []

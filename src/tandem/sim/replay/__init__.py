@@ -1,1 +1,1 @@
-"""Traces replayed against caches without time: which blocks a cache of some size would hold."""
+"""Traces replayed against caches without time, to count which blocks a cache of some size holds."""

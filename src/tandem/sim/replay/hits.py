@@ -1,9 +1,9 @@
-"""Hit ratios of a trace without time: each request is over before the next arrives.
+"""Hit ratios of a trace without time: each request ends before the next arrives.
 
-Two caches: ``PlainLru``, by which the ratios of a published trace are stated, and ``IndexCache``,
-the product's prefix index over its block pool. Both count the blocks of a request that stand in the
-cache from the first on; a block after a missing one is no hit. A trace's last hash of a prompt may
-stand for fewer tokens than the others; it counts as a block.
+Two caches: ``PlainLru``, for which the ratios of a published trace are stated, and ``IndexCache``,
+the product's prefix index over its block pool. Both count the leading blocks of a request that are
+in the cache; a block after a missing one is no hit. The last hash of a prompt may stand for fewer
+tokens than the others; it counts as a block.
 """
 
 from collections import OrderedDict
@@ -21,14 +21,14 @@ __all__ = ["BlockCache", "HitCount", "IndexCache", "PlainLru", "count_hits", "co
 
 
 class HitCount(msgspec.Struct, frozen=True, kw_only=True):
-    """The hits of a trace."""
+    """The hits of a replayed trace."""
 
     num_requests: int
     num_blocks: int
-    """Blocks of all requests."""
+    """Number of blocks of all requests."""
     num_hits: int
     mean_ratio: float
-    """The mean of the requests' own ratios: a short prompt counts as much as a long one."""
+    """Mean of the requests' hit ratios, in which short prompts count as much as long ones."""
 
     @property
     def ratio(self) -> float:
@@ -37,18 +37,18 @@ class HitCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockCache(Protocol):
-    """A cache of blocks that is asked for one request after the other."""
+    """A cache of blocks that serves one request after the other."""
 
     def serve(self, hash_ids: Sequence[int]) -> int:
-        """Return how many leading blocks it holds, and hold all of them from now on."""
+        """Return how many leading blocks are in the cache, then add all blocks of the request."""
         ...
 
 
 class PlainLru:
-    """Least recently used, each request's blocks touched from the first to the last.
+    """Least recently used; a request's blocks are touched from first to last.
 
     Args:
-        num_blocks: that it holds at most; None is any number.
+       num_blocks: capacity in blocks; None for no limit.
     """
 
     def __init__(self, num_blocks: int | None) -> None:
@@ -56,7 +56,7 @@ class PlainLru:
         self._held: OrderedDict[int, None] = OrderedDict()
 
     def serve(self, hash_ids: Sequence[int]) -> int:
-        """See ``BlockCache``."""
+        """Count the leading hits, then add all blocks (see ``BlockCache``)."""
         held = self._held
         num_hits = 0
         for hash_id in hash_ids:
@@ -72,10 +72,10 @@ class PlainLru:
 
 
 class IndexCache:
-    """The prefix index of an instance; a hash id is a token, and a block has one token.
+    """The prefix index of an instance; each hash id is a token, and a block has one token.
 
     Args:
-        num_blocks: of the pool.
+       num_blocks: blocks of the pool.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -84,7 +84,7 @@ class IndexCache:
         self._root_key = self._index.make_root_key("")
 
     def serve(self, hash_ids: Sequence[int]) -> int:
-        """See ``BlockCache``.
+        """Count the leading hits, then add all blocks (see ``BlockCache``).
 
         Raises: CapacityError (the pool has fewer blocks than the request).
         """
@@ -113,7 +113,7 @@ class IndexCache:
 
 
 def count_hits(rows: Iterable[TraceRow], cache: BlockCache) -> HitCount:
-    """Replay a trace against a cache."""
+    """Replay a trace against a cache; return its hits."""
     num_requests = num_blocks = num_hits = 0
     ratios = 0.0
     for row in rows:
@@ -131,5 +131,5 @@ def count_hits(rows: Iterable[TraceRow], cache: BlockCache) -> HitCount:
 
 
 def count_unique(rows: Iterable[TraceRow]) -> int:
-    """Return the different blocks of a trace: an index of so many never evicts."""
+    """Return the number of distinct blocks in a trace; an index of that size never evicts."""
     return len({hash_id for row in rows for hash_id in row.hash_ids})

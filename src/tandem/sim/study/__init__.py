@@ -1,1 +1,1 @@
-"""Studies: many runs of a scenario, and what they say together."""
+"""Studies: results that combine many runs of a scenario."""

@@ -1,8 +1,8 @@
-"""Advice: the machine to add next to a cluster, for its objectives and a budget.
+"""Advice on the machine to add next to a cluster, given its objectives and a budget.
 
-Each candidate is added to each kind of group that it can join, within the budget; the cluster is
-then run with the load that it has. The best is the one that brings most requests within the
-objectives; of equals, the cheapest.
+Each candidate is added to each kind of group that it can join, within the budget, and the cluster
+is run with its present load. The best option brings most requests within the objectives; of equal
+options, the cheapest.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +17,18 @@ __all__ = ["Advice", "Option", "advise", "list_options"]
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine that could be added."""
+    """One possible addition to the cluster."""
 
     machine: str
-    """Empty: none, the cluster as it is."""
+    """Name of the machine; empty for the cluster as it is."""
     role: str = ""
     usd_per_hour: float = 0.0
-    """The price of the machine."""
+    """Price of the machine, US dollars per hour."""
     scenario: Scenario
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """An option, and what the cluster would do with it."""
+    """An option, and the results of the cluster with it."""
 
     machine: str
     role: str
@@ -41,12 +41,12 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
 def list_options(
     scenario: Scenario, prices: Mapping[str, float], budget: float | None
 ) -> list[Option]:
-    """Return the cluster as it is, and with one machine more of each that has a price.
+    """Return the present cluster, and the cluster with one more machine of each type and role.
 
     Args:
-        scenario: of the cluster.
-        prices: US dollars an hour by machine; all of them are candidates.
-        budget: US dollars an hour of the whole cluster; None is any.
+       scenario: the cluster.
+       prices: US dollars per hour by machine; every machine listed is a candidate.
+       budget: US dollars per hour for the whole cluster; None for no limit.
 
     Raises: ConfigError (a machine of the cluster has no price).
     """
@@ -63,7 +63,7 @@ def list_options(
 
 
 def _add(scenario: Scenario, like: Group, machine: str) -> Scenario:
-    """Return a scenario with one machine more, set up like a group."""
+    """Return a scenario with one more machine, set up like the group ``like``."""
     if like.hardware == machine:
         groups = [
             msgspec.structs.replace(group, count=group.count + 1) if group is like else group
@@ -83,11 +83,11 @@ def _add(scenario: Scenario, like: Group, machine: str) -> Scenario:
 def advise(
     options: Sequence[Option], measure: Callable[[Scenario], tuple[float, float]]
 ) -> list[Advice]:
-    """Return what each option would bring, the best first.
+    """Return the results of each option, best first.
 
     Args:
-        options: of ``list_options``.
-        measure: returns the share of requests within the objectives, and how many a second.
+       options: from ``list_options``.
+       measure: returns the share of requests within the objectives, and their number per second.
     """
     found: list[Advice] = []
     for option in options:

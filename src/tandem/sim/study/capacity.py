@@ -1,8 +1,8 @@
-"""The largest rate that a cluster serves within its objectives, and what its tokens cost.
+"""The highest rate that a cluster serves within its objectives, and the price of its tokens.
 
-The rate is found by bisection: it is doubled until too few requests keep the objectives, or halved
-until enough do, and then the interval is halved. Prices are of a file: US dollars an hour by
-machine.
+The rate is found by bisection: it is doubled until too few requests meet the objectives, or halved
+until enough do, and then the interval is halved. Prices are read from a file: US dollars per hour
+by machine.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,37 +18,37 @@ MAX_DOUBLINGS = 8
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """One rate that was tried."""
+    """Result at one rate that was tried."""
 
     rate_scale: float
     request_rate: float
-    """Requests a second that arrived."""
+    """Requests per second that arrived."""
     attained: float
-    """Share of requests that kept the objectives."""
+    """Share of requests that met the objectives."""
     goodput: float
     tokens_per_s: float
-    """Tokens of prompts and answers a second."""
+    """Tokens of prompts and answers per second."""
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a search."""
+    """Result of a search for the highest rate."""
 
     best: Probe | None
-    """The largest rate that was good enough; None where none was."""
+    """The highest rate that met the objectives; None if no rate did."""
     probes: list[Probe]
-    """By rate."""
+    """All rates that were tried, in increasing order."""
     usd_per_hour: float | None = None
     usd_per_million_tokens: float | None = None
-    """The price of prompts and answers together, at the best rate."""
+    """Price of prompt and answer tokens together at the best rate."""
 
 
 def find_capacity(measure: Callable[[float], Probe], *, share: float, tolerance: float) -> Capacity:
-    """Find the largest factor on a load's rate at which a share of requests keeps the objectives.
+    """Find the largest factor on a load's rate at which enough requests meet the objectives.
 
     Args:
-        measure: runs one factor.
-        share: of requests.
-        tolerance: relative, of the factor.
+       measure: runs the load at a factor.
+       share: required share of requests that meet the objectives.
+       tolerance: relative tolerance of the factor.
     """
     probes: dict[float, Probe] = {}
 
@@ -82,7 +82,7 @@ def find_capacity(measure: Callable[[float], Probe], *, share: float, tolerance:
 
 
 def price_hour(scenario: Scenario, prices: Mapping[str, float]) -> float:
-    """Return the price of a scenario's machines, US dollars an hour.
+    """Return the price of a scenario's machines in US dollars per hour.
 
     Raises: ConfigError (a machine has no price).
     """
@@ -97,5 +97,5 @@ def price_hour(scenario: Scenario, prices: Mapping[str, float]) -> float:
 
 
 def price_tokens(usd_per_hour: float, tokens_per_s: float) -> float:
-    """Return US dollars a million tokens."""
+    """Return the price of a million tokens in US dollars."""
     return usd_per_hour / (tokens_per_s * 3600) * 1e6

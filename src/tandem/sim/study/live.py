@@ -1,9 +1,9 @@
-"""The simulator's error against a live server: one load, served by both.
+"""The simulator's error against a live server that serves the same load.
 
-What is learnt of the server before: the costs of its steps, and two constants that steps do not
-have, the time between two steps and the time of a request beside them. They are fitted to one load
-at one rate; runs at other rates, with prompts of their own, are predicted. Pure: the live figures
-are arguments.
+Learnt from the server beforehand: the costs of its steps, and two constants, the time between two
+steps and the time of a request outside of its steps. They are fitted to one load at one rate; runs
+at other rates with other prompts are predicted. This module only computes: the live figures are
+arguments.
 """
 
 from collections.abc import Sequence
@@ -38,22 +38,22 @@ __all__ = [
 
 BLOCK_SIZE = 16
 LENGTH_DIVISOR = 8
-"""Lengths of the drawn load are divided by it: prompts of some 300 tokens."""
+"""Divisor of the generated load's lengths, which gives prompts of about 300 tokens."""
 BLOCK_TOKENS = 512 // LENGTH_DIVISOR
 NEAR = 0.15
-"""Relative error within which a figure counts as predicted."""
+"""Relative error up to which a figure counts as predicted."""
 NUM_FITS = 6
 FIGURES = ("TTFT", "TPOT", "throughput")
 
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of one run."""
+    """One figure of one run, simulated and live."""
 
     setup: str
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     load: float
-    """Share of the rate that the calibrated simulator finds to saturate."""
+    """The rate as a share of the calibrated simulator's capacity."""
     figure: str
     unit: str
     live: float
@@ -61,12 +61,14 @@ class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def error(self) -> float:
-        """Relative, of the simulator."""
+        """Relative error of the simulated figure."""
         return self.simulated / self.live - 1 if self.live else float("inf")
 
 
 def draw_rows(count: int, seed: int) -> list[TraceRow]:
-    """Return chats that go on, over a few shared beginnings: one request a second on average."""
+    """Return conversations of several turns over a few shared prefixes, on average one request per
+    second.
+    """
     spec = Generator(
         requests=count,
         rate=1.0,
@@ -85,11 +87,11 @@ def draw_rows(count: int, seed: int) -> list[TraceRow]:
 
 
 def make_scenario(found: CalibrationFile, *, store_tokens: int = 0) -> Scenario:
-    """Return the live server as a scenario.
+    """Return the scenario of a live server.
 
     Args:
-        found: what it has learnt of its instances.
-        store_tokens: that its store holds; 0: it has none.
+       found: costs learnt from its instances.
+       store_tokens: capacity of its store in tokens; 0 for no store.
     """
     engine = EngineConfig(block_size=BLOCK_SIZE, max_queue=100_000)
     roles: list[InstanceRole] = [each.role for each in found.instances]
@@ -109,17 +111,17 @@ def make_scenario(found: CalibrationFile, *, store_tokens: int = 0) -> Scenario:
 
 
 def find_capacity(scenario: Scenario, rows: Sequence[TraceRow]) -> float:
-    """Return the requests a second that the instances serve when all are there at once."""
+    """Return the requests per second that the instances serve if all requests arrive at once."""
     at_once = [msgspec.structs.replace(row, timestamp=0.0) for row in rows]
     report = run_scenario(scenario, at_once).report
     return len(rows) / max(report.duration, 1e-9)
 
 
 def fit_overheads(scenario: Scenario, rows: Sequence[TraceRow], live: LoadReport) -> Scenario:
-    """Return a scenario with the times beside steps with which it gives the live means.
+    """Return a scenario whose overheads are fitted so that it reproduces the live means.
 
-    On one instance, what a token takes longer is the gap between steps; on pairs, where a token
-    waits for blocks from elsewhere, it is the latency of a hand-over.
+    On unified instances the missing time per token becomes the gap between steps; on prefill-decode
+    pairs it becomes the latency of a hand-over, for which a token waits.
     """
     is_pair = any(group.role == "decode" for group in scenario.instances)
     for _ in range(NUM_FITS):
@@ -159,15 +161,15 @@ def compare_figures(
     load: float,
     live: LoadReport,
 ) -> list[ErrorRow]:
-    """Simulate a run that has been served live, and return both sides' figures.
+    """Simulate a run that was served live; return the figures of both.
 
     Args:
-        setup: name of the model and of its instances.
-        scenario: of the server.
-        rows: one a second on average.
-        rate: requests a second at which they were sent.
-        load: that rate as a share of the capacity.
-        live: its report.
+       setup: name of the model and its instances.
+       scenario: scenario of the server.
+       rows: requests, one per second on average.
+       rate: requests per second at which they were sent.
+       load: that rate as a share of the capacity.
+       live: report of the live run.
     """
     ours = run_scenario(scenario, scale_rows(rows, rate)).report
     values = (
@@ -190,7 +192,7 @@ def compare_figures(
 
 
 def render_errors(rows: Sequence[ErrorRow], machine: str) -> str:
-    """Return the page in Markdown."""
+    """Return the page of errors in Markdown."""
     near = sum(abs(row.error) <= NEAR for row in rows)
     lines = [
         "# The simulator's error against live servers",

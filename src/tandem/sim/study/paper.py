@@ -1,8 +1,8 @@
-"""The tables of the Mooncake paper, simulated: ours beside theirs, from scenario files.
+"""The tables of the Mooncake paper, simulated from scenario files, against the published numbers.
 
-A table is a file of ``sim/data/paper/tables``: its rows name a system of ``systems.yaml``, what of
-it they change, the published number, and which run theirs is divided by. Nothing that a table
-assumes is in code. Runs that several rows need are made once, and kept in a file if there is one.
+A table is a file in ``sim/data/paper/tables``. Its rows name a system of ``systems.yaml``, changes
+to it, the published number, and the run that the number is relative to. All assumptions of a table
+are in its file, none in code. A run that several rows need is made once, and can be kept in a file.
 """
 
 import statistics
@@ -41,33 +41,33 @@ __all__ = [
 
 TBT_S = 0.1
 REPLAYED = ("block_hits", "mean_hits")
-"""Figures of a load that is replayed without time."""
+"""Figures that come from replaying a load without time."""
 NEAR = 0.3
-"""Relative distance within which a figure counts as the published one."""
+"""Relative distance up to which a figure counts as equal to the published one."""
 
 
 class PaperRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number of a table."""
+    """One number of a table in the paper."""
 
     name: str
     system: str
     against: str = ""
-    """System by whose figure ours is divided; the changes of the row are not made to it."""
+    """System by whose figure ours is divided; the row's changes do not apply to it."""
     set: dict[str, Any] = {}
     published: float | None = None
-    """None: the paper prints a curve, or says no more than which way it goes."""
+    """Published number; None if the paper shows a curve or gives only a direction."""
     is_below: bool = False
-    """Without a number: the paper says that it is below 1."""
+    """True if the paper gives no number, but says that the ratio is below 1."""
     is_above: bool = False
-    """The same, above 1."""
+    """True if the paper gives no number, but says that the ratio is above 1."""
     is_fitted: bool = False
     load: str = ""
-    """A generated load in the place of the trace; then only the direction counts."""
+    """A generated load instead of the trace; only the direction is compared then."""
     tbt_ms: int = 0
     figure: str = ""
-    """In the place of the table's."""
+    """Figure of this row, instead of the table's."""
     blocks: int = 0
-    """Blocks of a cache without time, for ``block_hits`` and ``mean_hits``; 0 is any number."""
+    """Capacity in blocks of the cache for ``block_hits`` and ``mean_hits``; 0 for no limit."""
 
 
 class _Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,7 +76,7 @@ class _Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table."""
+    """One table of the paper."""
 
     title: str
     source: str
@@ -85,23 +85,23 @@ class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     what: str
     rows: list[PaperRow]
     set: dict[str, Any] = {}
-    """Changes of every run."""
+    """Changes applied to every run."""
     rates: tuple[float, ...] = (1.0,)
-    """Factors on the load's rate, for figures that are the best over rates."""
+    """Factors on the load's rate, for figures that are the best over several rates."""
     min_requests: int = 0
-    """Fewest requests of each run, where fewer would show nothing of what the table is about."""
+    """Fewest requests of each run that show the effect of this table."""
     may_tie: bool = False
-    """Rows in the published order are right, equal ones too."""
+    """True if rows with equal figures also count as being in the published order."""
     systems: dict[str, _Variant] = {}
 
 
 class PaperFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A parameter that is fitted: to one row, named before; all other rows are predicted."""
+    """A parameter fitted to one row, which is named in advance; all other rows are predicted."""
 
     path: str
     """Path of the field, in all systems."""
     value: float
-    """Found by ``tandem sim paper --fit``."""
+    """Fitted value, found by ``tandem sim paper --fit``."""
     tried: tuple[float, ...]
     table: str
     row: str
@@ -119,30 +119,33 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     prefill_s: float
     goodput: float
     effective: dict[str, float]
-    """Requests a second within a TTFT of 30 s and a TBT of so many milliseconds."""
+    """Requests per second with a TTFT within 30 s and a TBT within the key's number of
+    milliseconds.
+    """
     last_ttft_ratio: float
     rejected: float = 0.0
-    """Share of the requests that were refused."""
+    """Share of requests that were rejected."""
     tbt_kept: float = 0.0
-    """Share of the requests whose TBT is within 100 ms."""
+    """Share of requests with a TBT within 100 ms."""
     tbt_ms: float = 0.0
-    """Mean of the requests' TBT."""
+    """Mean TBT of the requests, in milliseconds."""
     mfu: float = 0.0
-    """MFU of the nodes that compute prompts, while they compute: operations of the weights
-    alone."""
+    """Model FLOPs utilisation of the instances that prefill, during prefill; counts operations on
+    weights only.
+    """
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A row, and what we get for it."""
+    """A row of the paper with our figure for it."""
 
     row: PaperRow
     ours: float
     is_right: bool
-    """In direction."""
+    """True if our figure has the published direction."""
 
     @property
     def off(self) -> float | None:
-        """Relative distance from the published number."""
+        """Relative distance from the published number; None without one."""
         return None if self.row.published is None else self.ours / self.row.published - 1
 
 
@@ -164,7 +167,7 @@ def _read_systems() -> dict[str, Scenario]:
 
 
 def read_fits() -> list[PaperFit]:
-    """Return what is fitted to which row, each with the values of those before."""
+    """Return the fits with their rows; each uses the values of those before it."""
     return msgspec.convert(_read("fit.yaml"), list[PaperFit], strict=False)
 
 
@@ -184,7 +187,7 @@ NAMES = (
 
 
 def list_tables(names: Sequence[str] = ()) -> dict[str, PaperTable]:
-    """Return tables by name, all without names.
+    """Return tables by name; without names, all.
 
     Raises: NotFoundError.
     """
@@ -206,9 +209,9 @@ def _measure_effective(records: Sequence[RequestRecord], duration: float) -> dic
 
 
 def serve_scenario(key: str, scenario: Scenario) -> Outcome:
-    """Run a scenario.
+    """Run a scenario; return its figures.
 
-    Raises: as ``run_scenario``; InternalError (no request succeeded).
+    Raises: the errors of ``run_scenario``; InternalError (no request succeeded).
     """
     run = run_scenario(scenario, open_load(scenario.load))
     report = run.report
@@ -233,7 +236,7 @@ def serve_scenario(key: str, scenario: Scenario) -> Outcome:
 
 
 def _measure_mfu(scenario: Scenario, report: SimReport) -> float:
-    """Return the share of the peak that nodes which compute prompts reach while they compute."""
+    """Return the share of peak FLOP/s that prefilling instances reach during prefill."""
     group = next(each for each in scenario.instances if each.role != "decode")
     if group.calibration is not None:
         return 0.0
@@ -252,14 +255,14 @@ def _measure_mfu(scenario: Scenario, report: SimReport) -> float:
 
 
 class Runs:
-    """Runs scenarios of tables, each once.
+    """Runs the scenarios of tables, each once.
 
     Args:
-        trace: of the conversations.
-        num_requests: at most, of each run; 0 is all.
-        path: of a file of outcomes, which is read first and appended to; None: there is none.
-        on_run: told of each run before it is made, and of how many have been.
-        serve: runs one scenario, by its key.
+       trace: path of the conversation trace.
+       num_requests: most requests of each run; 0 runs all.
+       path: file of outcomes, read first and then appended to; None for no file.
+       on_run: called before each run with its name and the number of runs so far.
+       serve: runs one scenario, given its key.
     """
 
     def __init__(
@@ -284,9 +287,9 @@ class Runs:
         """Return the rows of a table with our figures.
 
         Args:
-            table: of the paper.
-            num_requests: of each of its runs; None: as of all tables. Those of generated loads
-                are as of all tables, unless they are replayed without time.
+           table: table of the paper.
+           num_requests: requests of each of its runs; None takes the number given for all tables,
+               which runs of generated loads always take, unless they are replayed without time.
         """
         results: list[RowResult] = []
         for row in table.rows:
@@ -310,7 +313,7 @@ class Runs:
         ]
 
     def _find_limit(self, table: PaperTable, row: PaperRow, num_requests: int | None) -> int:
-        """Return the requests of a row's runs; 0 is all."""
+        """Return the number of requests of a row's runs; 0 runs all."""
         # Of a generated load only the direction (which system is better) is compared, so fewer
         # requests are enough; a load that is replayed without time is cheap and runs whole.
         is_direction = bool(row.load) and (row.figure or table.figure) not in REPLAYED
@@ -318,11 +321,11 @@ class Runs:
         return max(limit, table.min_requests) if limit else 0
 
     def fit(self, fit: PaperFit, num_requests: int | None = None) -> list[tuple[float, float]]:
-        """Return the fitted row's figure at each value of the parameter that is tried.
+        """Return the fitted row's figure at each tried value of the parameter.
 
         Args:
-            fit: of the row.
-            num_requests: as of ``measure``.
+           fit: the parameter and its row.
+           num_requests: as in ``measure``.
         """
         table = list_tables([fit.table])[fit.table]
         row = next(each for each in table.rows if each.name == fit.row)
@@ -355,7 +358,9 @@ class Runs:
         return RowResult(row=row, ours=value, is_right=is_right)
 
     def _count_hits(self, row: PaperRow, figure: str) -> float:
-        """Replay a load without time against plain LRU, by which the paper states hit ratios."""
+        """Replay a load without time against plain LRU, the cache for which the paper states hit
+        ratios.
+        """
         load = Load(trace=str(self._trace), generator=row.load or None, limit=self._limit)
         counted = count_hits(open_load(load), PlainLru(row.blocks or None))
         return counted.ratio if figure == "block_hits" else counted.mean_ratio
@@ -400,7 +405,7 @@ class Runs:
 
 
 def _is_ordered(rows: Sequence[RowResult], *, may_tie: bool) -> bool:
-    """Return True if our figures have the order of the published ones."""
+    """Return True if our figures are in the order of the published ones."""
     ordered = sorted(rows, key=lambda each: each.row.published or 0.0)
     for first, second in pairwise(ordered):
         if first.row.published == second.row.published:
@@ -435,9 +440,9 @@ def render_page(
     """Return the page in Markdown.
 
     Args:
-        results: rows by table.
-        num_requests: of each run; 0 is all.
-        whole: tables whose runs were whole all the same.
+       results: rows by table.
+       num_requests: requests of each run; 0 for all.
+       whole: tables whose runs served the whole trace nevertheless.
     """
     tables = list_tables(list(results))
     text = "Each run is whole."
@@ -516,5 +521,5 @@ def render_page(
 
 
 def _read_reasons() -> dict[str, str]:
-    """Return why rows of a table are off, by table."""
+    """Return the explanations of tables that differ from the paper, by table."""
     return _read("reasons.yaml") or {}

@@ -1,4 +1,4 @@
-"""Pictures of runs and sweeps: PNG files, and one page that carries them and their figures."""
+"""Pictures of runs and sweeps as PNG files, and an HTML page with pictures and figures."""
 
 import base64
 import html
@@ -31,7 +31,7 @@ def _make_figure(columns: int) -> tuple[Any, Any]:
 
 
 def draw_load(run: Run, path: Path) -> None:
-    """Draw a run: TTFT, TBT, load over time, and hits by tier of each instance.
+    """Draw a run: TTFT, TBT, load over time, and cache hits by tier for each instance.
 
     Raises: ModuleNotFoundError (no matplotlib).
     """
@@ -64,7 +64,9 @@ def draw_load(run: Run, path: Path) -> None:
 def _count_over_time(
     records: Sequence[RequestRecord],
 ) -> tuple[list[float], list[int], list[int]]:
-    """Return moments, and how many requests wait for their first token and decode then."""
+    """Return times, and the numbers of requests that are waiting for their first token and decoding
+    at each.
+    """
     changes = [(record.sent_s, 1, 0) for record in records]
     changes += [(record.event_times_s[0], -1, 1) for record in records]
     changes += [(record.done_s, 0, -1) for record in records]
@@ -83,7 +85,7 @@ def _count_over_time(
 def draw_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]], path: Path, label: str = GOODPUT
 ) -> None:
-    """Draw a figure against the rate of arrivals, one curve a name.
+    """Draw a figure against the request rate, one curve per name.
 
     Raises: ModuleNotFoundError (no matplotlib).
     """
@@ -102,13 +104,13 @@ def write_page(
     tables: Mapping[str, Sequence[Sequence[object]]],
     pictures: Sequence[Path],
 ) -> None:
-    """Write one page of HTML that needs no other file.
+    """Write an HTML page that needs no other file.
 
     Args:
-        path: of the page.
-        title: of the page.
-        tables: rows by heading; the first row has the columns' names.
-        pictures: PNG files, which the page carries.
+       path: path of the page.
+       title: title of the page.
+       tables: rows by heading; the first row has the names of the columns.
+       pictures: PNG files to embed.
     """
     page = io.StringIO()
     page.write(f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>")

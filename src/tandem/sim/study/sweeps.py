@@ -1,7 +1,7 @@
-"""Many runs of one scenario: every combination of some fields' values, on several cores, resumable.
+"""Runs every combination of some fields' values in a scenario, on several cores; can be resumed.
 
-Each run is a process of its own, ``tandem sim run``, so that runs share neither memory nor a lock.
-What has run is a line of the sweep's file; a sweep that is started again runs what is missing.
+Each run is a separate process, ``tandem sim run``, so that runs share neither memory nor a lock. A
+completed run is a line in the sweep's file; a restarted sweep makes the runs that are missing.
 """
 
 import itertools
@@ -26,18 +26,20 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a sweep."""
 
     key: str
-    """Digest of the whole scenario of the run: of another scenario nothing is taken for done."""
+    """Digest of the run's whole scenario, so that results of another scenario are not taken for
+    this one.
+    """
     values: dict[str, Any]
     report: dict[str, Any] = {}
-    """The JSON of ``tandem sim run``; empty of one that has not run."""
+    """JSON report of ``tandem sim run``; empty before the run."""
 
 
 def list_points(scenario: Scenario, axes: Sequence[str]) -> list[SweepPoint]:
     """Return the runs of a sweep.
 
     Args:
-        scenario: to be changed.
-        axes: ``PATH=V1,V2,...`` words; all combinations are run.
+       scenario: the scenario to change.
+       axes: ``PATH=V1,V2,...`` words; all combinations are run.
 
     Raises: ConfigError.
     """
@@ -56,9 +58,9 @@ def list_points(scenario: Scenario, axes: Sequence[str]) -> list[SweepPoint]:
 
 
 def run_process(scenario: Scenario, folder: Path, name: str) -> dict[str, Any]:
-    """Run a scenario in a process of its own; return its report.
+    """Run a scenario in a new process; return its report.
 
-    Raises: InternalError with what the process said.
+    Raises: InternalError (with the output of the process).
     """
     path = folder / f".{name}.yaml"
     # The scenario is written as JSON, which is valid YAML.
@@ -77,7 +79,7 @@ def run_process(scenario: Scenario, folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_done(path: Path) -> dict[str, SweepPoint]:
-    """Return the runs of a sweep's file, by key; a line that was cut short is none."""
+    """Return the completed runs in a sweep's file, by key; an incomplete last line is ignored."""
     done: dict[str, SweepPoint] = {}
     if path.exists():
         for line in path.read_bytes().splitlines():
@@ -98,17 +100,17 @@ def run_sweep(
     on_done: Callable[[SweepPoint, int, int], None] | None = None,
     run: Callable[[Scenario, Path, str], dict[str, Any]] = run_process,
 ) -> list[SweepPoint]:
-    """Run what is missing of a sweep; return all its points, in order.
+    """Make the missing runs of a sweep; return all its points, in order.
 
     Args:
-        scenario: to be changed.
-        axes: see ``list_points``.
-        path: of the file of results, which is appended to.
-        jobs: runs at once.
-        on_done: told of a run that has ended, how many have, and of how many.
-        run: runs one.
+       scenario: the scenario to change.
+       axes: see ``list_points``.
+       path: file of results, which is appended to.
+       jobs: runs at a time.
+       on_done: called with a completed run, the number completed, and the number of all runs.
+       run: makes one run.
 
-    Raises: as ``list_points``; InternalError (a run failed; those that ended are kept).
+    Raises: the errors of ``list_points``; InternalError (a run failed; completed ones are kept).
     """
     points = list_points(scenario, axes)
     done = read_done(path)
@@ -132,7 +134,7 @@ def run_sweep(
 
 
 def _is_cut(path: Path) -> bool:
-    """Return True if the last line of a file does not end."""
+    """Return True if the last line of a file lacks its line break."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
