@@ -384,7 +384,8 @@ def _make_latency_case(num_objects: int) -> BenchCase:
 
 
 def _collect_p99_us(children: "Sequence[subprocess.Popen[str]]") -> float:
-    """Start all children at once; return the 99th percentile in microseconds over all their calls.
+    """Start all children at once; return the 99th percentile in microseconds over all
+    their calls.
     """
     try:
         for child in children:

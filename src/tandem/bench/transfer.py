@@ -134,7 +134,8 @@ while head := peer.recv(24, socket.MSG_WAITALL):
 
 
 class _Pair:
-    """This process and a child that offers memory, connected by our engine and by a plain socket.
+    """This process and a child that offers memory, connected by our engine and by a
+    plain socket.
     """
 
     def __init__(self, buffer_bytes: int, *, has_polling: bool = True) -> None:
@@ -412,7 +413,8 @@ def _make_case(
 def _make_still_case(
     pair: _Pair, peers: _Rivals | None, op: Op, size: int, cores: Cores
 ) -> BenchCase:
-    """Return a case of ours and plain sockets, both sleeping until an answer arrives, on ``cores``.
+    """Return a case of ours and plain sockets, both sleeping until an answer arrives,
+    on ``cores``.
     """
     case = _Comparison(pair, "tcp", op, [[(0, size)]])
 

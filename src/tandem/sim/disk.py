@@ -117,7 +117,8 @@ class MemoryDisk:
         self.is_hung = False
 
     def lose_process(self) -> None:
-        """End the process: keep all writes, and of unfinished ones a random number of first bytes.
+        """End the process: keep all writes, and of unfinished ones a random number of
+        first bytes.
         """
         self.life += 1
         for file, at, data in self._flying.values():

@@ -46,7 +46,8 @@ OWNER: contextvars.ContextVar[Owner | None] = contextvars.ContextVar("OWNER", de
 
 
 class VirtualSelector(selectors.SelectSelector):
-    """A selector that never waits: it advances the virtual time by the time it should have slept.
+    """A selector that never waits: it advances the virtual time by the time it should
+    have slept.
     """
 
     now_s = 0.0
@@ -90,7 +91,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         *args: Any,
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
-        """Call back in this iteration of the loop, or, if the owner is stopped, when it continues.
+        """Call back in this iteration of the loop, or, if the owner is stopped, when it
+        continues.
         """
         if self._virtual.now_s < self.stalled_until_s:
             owner = OWNER.get() if context is None else context.get(OWNER)

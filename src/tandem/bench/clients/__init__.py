@@ -1,2 +1,3 @@
-"""Clients for any server with OpenAI's API: loads, the sending of them, and the figures of a run.
+"""Clients for any server with OpenAI's API: loads, the sending of them, and the figures
+of a run.
 """

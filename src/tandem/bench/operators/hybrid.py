@@ -197,7 +197,8 @@ class Layers:
 
 
 class _Step:
-    """A decode step of these layers (see ``LayeredStep``), in memory whose addresses do not change.
+    """A decode step of these layers (see ``LayeredStep``), in memory whose addresses do
+    not change.
     """
 
     def __init__(self, layers: Layers, num_deferred: int) -> None:
@@ -242,7 +243,8 @@ class _Step:
 
 
 def compute_plainly(layers: Layers, x: Tensor, num_deferred: int = 0) -> Tensor:
-    """Return the layers' output [T, D], computed one part after the other with experts on the host.
+    """Return the layers' output [T, D], computed one part after the other with experts
+    on the host.
     """
     x = x.to(layers.place).clone()
     step, late = _Step(layers, num_deferred), None

@@ -1,4 +1,5 @@
-"""llama.cpp and its fork ik_llama.cpp as rivals: installing them, and running a model in a process.
+"""llama.cpp and its fork ik_llama.cpp as rivals: installing them, and running a model
+in a process.
 """
 
 from pathlib import Path

@@ -96,7 +96,8 @@ class _Model:
         return logits
 
     def score(self, num_deferred: int) -> _Scores:
-        """Return the figures with ``num_deferred`` deferred experts; each number is computed once.
+        """Return the figures with ``num_deferred`` deferred experts; each number is
+        computed once.
         """
         if num_deferred not in self._scores:
             ours = self._exact if num_deferred == 0 else self._compute(num_deferred)

@@ -142,7 +142,8 @@ class _Bench:
         )
 
     def _compare_tokens(self, prompt: list[int]) -> str | None:
-        """Compare greedy tokens of both sides in float32; return None if equal, else both as text.
+        """Compare greedy tokens of both sides in float32; return None if equal, else
+        both as text.
         """
         exact = self.ours("float32")
         exact.engine.flush_cache()

@@ -225,7 +225,8 @@ QUICK_SHAPE = SHAPE | {
 
 
 class _Bench:
-    """One random model; each side is loaded for the first case that needs it, one format at a time.
+    """One random model; each side is loaded for the first case that needs it, one
+    format at a time.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ class _Bench:
 
     @cached_property
     def reference(self) -> torch.Tensor | None:
-        """transformers' logits of ``check_prompt``, if transformers does not fit beside ours and a
+        """Logits by transformers of ``check_prompt``, if transformers does not fit beside ours and a
         peer.
 
         Read this before loading either of them.
@@ -536,7 +537,8 @@ def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[Ben
 
 
 def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the error of the median token: a token whose experts nearly tie may differ much more.
+    """Return the error of the median token: a token whose experts nearly tie may differ
+    much more.
     """
     return ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
 

@@ -92,7 +92,8 @@ class HandOver:
             self._dropped.add(load.block_id)
 
     def note_running(self, num_tokens: int, end_s: float) -> None:
-        """Start to move the blocks that will be computed when the current step ends at ``end_s``.
+        """Start to move the blocks that will be computed when the current step ends at
+        ``end_s``.
         """
         self._move(num_tokens, end_s)
 
@@ -104,7 +105,8 @@ class HandOver:
             self._move(done, 0.0)
 
     def note_gone(self) -> None:
-        """Fail all blocks whose transfer has not begun: the prefill or its hold no longer exists.
+        """Fail all blocks whose transfer has not begun: the prefill or its hold no
+        longer exists.
         """
         todo, self._todo = self._todo, []
         if todo:
