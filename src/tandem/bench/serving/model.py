@@ -285,8 +285,7 @@ class _Bench:
 
     @cached_property
     def reference(self) -> torch.Tensor | None:
-        """Logits by transformers of ``check_prompt``, if transformers does not fit beside ours and a
-        peer.
+        """Logits of ``check_prompt`` by transformers, if that does not fit beside ours and a peer.
 
         Read this before loading either of them.
         """
