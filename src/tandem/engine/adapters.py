@@ -1,7 +1,8 @@
 """The LoRA adapters of an instance: loaded into the model, known to the engine, freed when unused.
 
-The engine counts who uses an adapter, the model holds its weights; this keeps the two in step. What
-is slow, reading the files, is done outside of the lock, so that no step waits for it.
+The engine counts the live requests of each adapter, and the model holds the weights; this module
+keeps the two consistent. Adapter files are read without holding the lock, because reading is slow
+and steps of the model must not wait for it.
 """
 
 import logging
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterTable:
-    """Adapters of one engine. Any thread.
+    """The LoRA adapters of one engine. Methods may be called on any thread.
 
     Args:
         model: holds the weights. Owned.
@@ -46,7 +47,9 @@ class AdapterTable:
     def load_first(
         self, sources: Sequence[AdapterSource]
     ) -> tuple[list[AdapterInfo], dict[str, str]]:
-        """Load an instance's first adapters; return those loaded, and the others' errors."""
+        """Load an instance's first adapters; return the infos of those loaded, and an error message
+        by name for each adapter that failed.
+        """
         loaded: list[AdapterInfo] = []
         failures: dict[str, str] = {}
         for source in sources:

@@ -1,6 +1,6 @@
-"""A new file that grows to a bound: what is recorded while something serves must not stop it.
+"""A new file of bounded size, for records that a serving process writes without risk.
 
-A file that is full, or a disk that fails, ends the record with a line in the log, and nothing else.
+When the file is full or the disk fails, recording ends with a line in the log; serving continues.
 """
 
 import logging
@@ -18,14 +18,15 @@ NAMES_TRIED = 64
 
 
 class BoundedFile:
-    """A file for its owner alone.
+    """A file of bounded size that only its owner (the user of this process) may read.
 
     Args:
-        path: not overwritten: where it exists, ``path.1`` and so on is made.
-        max_bytes: of the file; what does not fit ends it.
-        name: of the record, in the log and in errors.
-        field: of the setting that names it.
-        flushes: after each write, so that a reader sees all of it.
+        path: of the file to create. An existing file is not overwritten: ``path.1``, ``path.2``,
+            ... is created instead.
+        max_bytes: largest size of the file; the first write that would exceed it closes the file.
+        name: name of the record, used in log lines and errors.
+        field: name of the setting that gives the path, used in errors.
+        flushes: True to flush after each write, so that readers see it at once.
 
     Raises: ConfigError (the file cannot be made).
     """
@@ -40,7 +41,7 @@ class BoundedFile:
         logger.info("event=%s path=%s", name, self.path)
 
     def write(self, data: bytes) -> None:
-        """Append; nothing once the file is full, failed or closed."""
+        """Append bytes; do nothing if the file is full, failed or closed."""
         if self._file is None:
             return
         if len(data) > self._left:

@@ -80,9 +80,9 @@ class BuiltEngine(NamedTuple):
         return Statistics(num_expert_hits=hits, num_expert_misses=misses)
 
     def take_operators(self) -> CausalModel:
-        """Return the model, for whoever runs its steps beside the engine's.
+        """Return the model, for callers that run its steps without the engine.
 
-        Raises: UnsupportedError: it runs by transformers' own modules.
+        Raises: UnsupportedError: the model runs by transformers' own modules.
         """
         if isinstance(self.model, OwnModel):
             what = "the model runs by transformers' own modules, which compute answers alone"
@@ -106,14 +106,15 @@ def build_engine(
 
     Args:
         model_config: what to load.
-        engine_config: 0 where the value is to be decided here.
+        engine_config: settings; a value of 0 is decided here.
         clock: the engine's.
-        progress: called with (bytes done, bytes in all, what) while weights load.
-        tiers: how KV is loaded from the tiers below; None: there are none. The caller attaches
-            what moves the blocks.
+        progress: called with (bytes loaded, bytes in all, name of the current part) while weights
+            load.
+        tiers: settings for loading KV from lower tiers (host memory, SSD); None: there are none.
+            The caller attaches the object that moves the blocks.
         allocate: makes the memory of all blocks, given its bytes; None: the device does.
-        allocate_states: the same of the slots of states.
-        allocate_windows: the same of the blocks of layers with a window.
+        allocate_states: makes the memory of all slots of recurrent states, likewise.
+        allocate_windows: makes the memory of the blocks of sliding-window layers, likewise.
         num_siblings: as of ``plan_engine``.
 
     Raises: as ``plan_engine`` and ``load_model``.
@@ -135,7 +136,8 @@ def build_engine(
             _enable_lanes(model, plan.lanes)
     else:
         model = load_own(plan.model, threads, progress)
-        # The cache object of a model that runs by its own modules is neither sent nor stored.
+        # The cache of a model that runs by transformers' own modules can be neither sent to another
+        # instance nor stored in a lower tier.
         tiers = allocate = None
     spec = plan.model.spec
     pool, blocks = _make_pool(model, plan.kv, allocate)
@@ -236,7 +238,7 @@ def build_engine(
 
 
 def _enable_lanes(model: CausalModel, lanes: LanePlan | None) -> None:
-    """Let a device and the host share the routed experts on the host."""
+    """Split the computation of the routed experts in host memory between the device and the CPU."""
     device = model.context.device
     if lanes is None or not all(experts.native.is_in_one_piece for experts in model.hosted):
         model.enable_hybrid(device)
@@ -258,7 +260,9 @@ def _enable_lanes(model: CausalModel, lanes: LanePlan | None) -> None:
 def _make_pool(
     model: CausalModel | OwnModel, plan: KvPlan, allocate: Callable[[int], KvMemory] | None
 ) -> tuple[BlockPool, Tensor | npt.NDArray[np.uint8] | None]:
-    """Return the pool of blocks, and their memory; None: they need none, as no layer is in them."""
+    """Return the pool of KV blocks and the memory of all blocks; the memory is None if no layer of
+    the model keeps KV in blocks.
+    """
     if not plan.block_bytes or isinstance(model, OwnModel):
         return BlockPool(plan.num_blocks), None
     if allocate is None:
@@ -286,9 +290,11 @@ def _make_states(
 
 
 def _open_expert_log(model: CausalModel | OwnModel, trace: str) -> ExpertLog | None:
-    """Return the log that counts a model's choices of experts, or None.
+    """Return the log that counts which experts the router chose, or None if the model has no
+    experts that report it.
 
-    Raises: ConfigError (a trace of a model that tells no choices, or no such file can be made).
+    Raises: ConfigError (a trace is asked of a model that does not report its choices, or the trace
+    file cannot be created).
     """
     moe = model.moe
     if moe is None:
@@ -306,6 +312,6 @@ def _open_expert_log(model: CausalModel | OwnModel, trace: str) -> ExpertLog | N
 
 
 def _make_token_table(plan: ModelPlan) -> TokenTable:
-    """Load the vocabulary that grammars are written in; at the first request that has one."""
+    """Load the vocabulary for grammars; called when the first request with a grammar arrives."""
     tokenizer = load_tokenizer(Path(plan.folder))
     return make_token_table(tokenizer, plan.spec.vocab_size, plan.spec.eos_token_ids)

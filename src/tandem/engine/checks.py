@@ -1,4 +1,6 @@
-"""Checks of the requests that an engine is given: what this model cannot do is refused by name."""
+"""Validation of requests: those that the model cannot serve are refused with an error that names
+the field.
+"""
 
 from collections.abc import Sequence
 
@@ -10,16 +12,16 @@ __all__ = ["RequestChecks"]
 MAX_LOGIT_BIAS = 1024
 """Largest number of logit biases of a request; each costs a Python operation per token."""
 MAX_BIAS = 1e6
-"""Largest absolute logit bias; a larger one would force or exclude the token just the same."""
+"""Largest absolute logit bias; a larger value would have the same effect as this one."""
 
 
 class RequestChecks:
     """Checks requests against a model.
 
     Args:
-        vocab_size: token ids outside of it are refused.
-        num_labels: of a model that classifies; 0: it generates.
-        gives_vectors: False: it tells no hidden states.
+        vocab_size: number of token ids; larger ids are refused.
+        num_labels: number of classes of a classification model; 0 for a model that generates text.
+        gives_vectors: True if the model can return hidden states (embeddings).
     """
 
     def __init__(self, vocab_size: int, num_labels: int = 0, *, gives_vectors: bool = True) -> None:
@@ -30,7 +32,8 @@ class RequestChecks:
     def check(self, message: AddRequest, *, can_read_instances: bool) -> None:
         """Check a new request.
 
-        Raises: ConfigError; UnsupportedError (its blocks are to come from another instance, and
+        Raises: ConfigError; UnsupportedError (its KV blocks are to be read from another instance,
+        but
             ``can_read_instances`` is False).
         """
         params = message.sampling
@@ -98,7 +101,9 @@ class RequestChecks:
                 )
 
     def check_continuation(self, continuation: Continuation, params: SamplingParams) -> None:
-        """Check the tokens of another instance. Raises: ConfigError."""
+        """Check the tokens that another instance sends to continue its request here. Raises:
+        ConfigError.
+        """
         self._check_tokens(continuation.token_ids, "continuation")
         if len(continuation.token_ids) >= params.max_tokens:
             raise ConfigError(

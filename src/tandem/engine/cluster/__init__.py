@@ -1,5 +1,6 @@
-"""Several instances that serve one model together: prefill and decode apart, or all alike.
+"""Several instances that serve one model together: either all doing the same work, or some only
+prefill and others only decode.
 
-``table`` and ``request_states`` decide what becomes of one request, ``selection`` which instances
-it goes to; all three are pure. ``client`` runs them over processes.
+``table`` and ``request_states`` decide the next action for one request; both are pure.
+``dispatcher`` carries out the actions, and ``client`` manages the processes of the instances.
 """

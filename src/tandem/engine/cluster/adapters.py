@@ -1,8 +1,9 @@
-"""The LoRA adapters of a cluster: one table of names, and every instance brought in line with it.
+"""The LoRA adapters of a cluster: one table of names, to which every instance is kept equal.
 
 An adapter is served once every instance that serves has loaded the same content. An instance that
-starts anew is told of the adapters before it starts; what changed while it did is made up for when
-it serves. Requests that run keep the adapter that they began with. One event loop.
+is restarted gets the list of adapters before its start; changes made during the start are applied
+when it serves. Running requests keep the adapter with which they began. All code runs on one event
+loop.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterMember(Protocol):
-    """An instance as the adapter table sees it, over all its restarts."""
+    """An instance as the adapter table sees it; the object stays the same over restarts."""
 
     @property
     def name(self) -> str:
@@ -57,8 +58,10 @@ class ClusterAdapters:
 
     Args:
         members: all instances; borrowed.
-        count_live: requests that have not ended, by the digest of their adapter.
-        max_adapters: names at a time; two of one content are two.
+        count_live: given an adapter's digest, returns the number of its requests that have not
+            ended.
+        max_adapters: largest number of names served at a time; two names for the same content count
+            as two.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class ClusterAdapters:
         """Fill the table with the adapters that the instances loaded at their start.
 
         Raises: ConfigError (more than ``max_adapters``); PeerLostError (one of ``sources`` could
-            not be loaded, or not the same everywhere).
+            not be loaded, or instances loaded different content for the same name).
         """
         if len(sources) > self._max_adapters:
             what = f"{len(sources)} adapters, max_adapters allows {self._max_adapters}: raise it"
@@ -97,7 +100,8 @@ class ClusterAdapters:
             for member in self._members:
                 info = member.info
                 if info is None:
-                    continue  # Lost again; it is told when it comes back.
+                    # The instance was lost again; it gets the adapters when it comes back.
+                    continue
                 if source.name in info.adapter_failures:
                     what = f"adapter {source.name}: {info.adapter_failures[source.name]}"
                     raise PeerLostError("engine.start", what)
@@ -146,7 +150,7 @@ class ClusterAdapters:
             return info
 
     async def unload(self, name: str) -> AdapterInfo:
-        """Take no further requests for a name; those that run go on.
+        """Stop accepting requests for a name; requests that run continue.
 
         Raises: NotFoundError.
         """
@@ -241,8 +245,8 @@ class ClusterAdapters:
         """Stop serving adapters that an instance failed to load: each served name is served
         everywhere.
 
-        Their files were replaced or removed since they were loaded. Another content under the same
-        name is another model, which the admin decides on.
+        This happens if their files were replaced or removed after they were first loaded. New
+        content under the same name is another model, so the administrator must load it explicitly.
         """
         for name, error in lost.items():
             info = self._table.pop(name)

@@ -1,6 +1,6 @@
-"""The server's face of all instances: starts them, watches them, serves requests on them.
+"""The server's client for all instances: it starts and watches them, and sends them requests.
 
-A cluster of one instance is a cluster: the same code serves it. All of it runs on one event loop.
+The same code serves a single instance, as a cluster of one. All code runs on one event loop.
 """
 
 import asyncio
@@ -66,17 +66,21 @@ logger = logging.getLogger(__name__)
 
 MAX_JOURNAL_BYTES = 1 << 30
 DRAIN_S = 30.0
-"""Seconds that an instance's requests may take to end before it is restarted or removed."""
+"""Seconds that the running requests of an instance may take to end before it is restarted or
+removed.
+"""
 IDLE_LOOK_S = 0.05
 STATS_TIMEOUT_S = 1.5
-"""Time-out of one instance's statistics, seconds; after it the sum leaves that instance out."""
+"""Time-out of one instance's statistics, seconds; an instance that exceeds it is left out of the
+sum.
+"""
 
 
 def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec]:
     """Return the instances of a cluster on this machine.
 
     Args:
-        config: how many of which role.
+        config: the number of instances of each role.
         common: settings of all instances.
 
     Raises: ConfigError (prefill and decode without a prefix cache).
@@ -106,8 +110,7 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
             len(roles),
             len(cores),
         )
-    # Both ends of each connection between the instances of this run prove that they know this
-    # secret.
+    # Both ends of each connection between instances of this run authenticate with this secret.
     transfer = common.transfer
     if hands_over and transfer is None:
         transfer = TransferConfig(secret=secrets.token_urlsafe(32))
@@ -127,7 +130,7 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
 
 
 def _offset_events(config: KvEventConfig, index: int) -> KvEventConfig:
-    """Give each instance addresses of its own, as vLLM does for its ranks: the port plus index."""
+    """Give each instance its own addresses, as vLLM does for its ranks: the port plus the index."""
     return msgspec.structs.replace(
         config,
         endpoint=_offset_endpoint(config.endpoint, index),
@@ -149,14 +152,15 @@ class ClusterClient:
 
     Args:
         specs: of the instances; see ``make_specs``.
-        config: how long requests wait, and how often they are tried.
+        config: how long requests wait for an instance, and how often they are retried.
         policy: chooses instances for a request; None: the one that ``config`` names.
         on_stage: called with every change of stage and every step of progress of any instance.
-        is_staggered: start the first instance alone until it serves, so that the file of packed
-            weights that it writes is mapped by the others, who would each pack their own.
-        make_launcher: of what starts an instance, one for each.
-        prefix: of the names of instances that are added.
-        is_asleep: no instance is started before ``wake``.
+        is_staggered: True to start the first instance alone until it serves. The others then map
+            the file of packed weights that it has written, instead of packing the weights
+            themselves.
+        make_launcher: creates the launcher that starts an instance; called once per instance.
+        prefix: of the names given to instances that are added later.
+        is_asleep: True to start no instance before ``wake`` is called.
         tag: as of ``Dispatcher``.
     """
 
@@ -175,7 +179,9 @@ class ClusterClient:
     ) -> None:
         self._begins_asleep = is_asleep
         self.gate: Callable[[], AbstractAsyncContextManager[None]] | None = None
-        """Gate that each request passes before it is submitted; None: there is none."""
+        """Context that each request enters before it is submitted; None: requests are submitted
+        directly.
+        """
         self._prefix = prefix
         self._on_stage = on_stage
         self._is_staggered = is_staggered and len(specs) > 1
@@ -280,9 +286,10 @@ class ClusterClient:
 
     @property
     def info(self) -> InstanceInfo | None:
-        """The facts of an instance that serves; None until all have served once.
+        """Facts about the serving instance with the shortest context limit; None until all have
+        served once.
 
-        Of the one with the shortest context: any of them may get a request.
+        The shortest limit is the safe one to report, because a request may be sent to any instance.
         """
         if not self._was_ready:
             return None
@@ -296,7 +303,9 @@ class ClusterClient:
 
     @property
     def stage(self) -> StageChanged:
-        """``READY`` while any instance serves, once all have; else that of the slowest."""
+        """``READY`` while any instance serves, after all have served once; before that, the stage
+        of the slowest instance.
+        """
         stages = [member.stage for member in self._members]
         if self._was_ready and self.info is not None:
             return StageChanged(InstanceStage.READY)
@@ -395,9 +404,9 @@ class ClusterClient:
         return sum_stats(self.stage.stage, parts)
 
     async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
-        """Return what the instances know of requests, leg by leg.
+        """Return the timelines of requests, one for each instance that a request was sent to.
 
-        Raises: PeerLostError (no instance that knows of them can be asked).
+        Raises: PeerLostError (none of the instances that served them can be reached).
         """
         legs = {
             leg.leg_id: (request_id, leg)
@@ -455,22 +464,23 @@ class ClusterClient:
         return await self._adapters.load(source)
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
-        """Take no further requests for an adapter; see ``EngineClient.unload_adapter``."""
+        """Stop accepting requests for an adapter; see ``EngineClient.unload_adapter``."""
         return await self._adapters.unload(name)
 
     # ---------------------------------------------------------------- sleep
 
     async def sleep(self) -> None:
-        """End the processes of all instances, once no request is live; the next start is prepared.
+        """End the processes of all instances once no request is live, keeping what makes the next
+        start fast.
 
-        The caller keeps new requests away.
+        The caller must submit no requests meanwhile.
         """
         while self.num_live:
             await asyncio.sleep(IDLE_LOOK_S)
         await asyncio.gather(*(member.supervisor.sleep() for member in self._members))
 
     async def evict(self) -> None:
-        """Discard what ``sleep`` has prepared for the next start."""
+        """Discard the weights that ``sleep`` has kept in memory for a fast start."""
         await asyncio.gather(*(member.supervisor.evict() for member in self._members))
 
     async def wake(self) -> InstanceInfo:
@@ -497,7 +507,8 @@ class ClusterClient:
         """Change the role of an instance while it serves; requests that it has begun continue
         there.
 
-        Raises: NotFoundError; UnsupportedError (instances of this cluster do not read each other).
+        Raises: NotFoundError; UnsupportedError (the instances of this cluster cannot read each
+        other's KV blocks).
         """
         member = self._find(name)
         if role != "unified" and member.spec.transfer is None:
@@ -511,12 +522,12 @@ class ClusterClient:
         member.set_role(role)
         self._note_change(member)
         for other in self._members:
-            # Update every other instance: the changed one may now read others' blocks or be read by
-            # them.
+            # Update the links of every other instance: with the new role, the changed instance may
+            # have to read other instances' KV blocks, or be read by them.
             self._note_change(other)
 
     async def _keep_balanced(self) -> None:
-        """Carry out the conductor's role changes for ever; a change that fails is tried again
+        """Carry out the conductor's role changes until cancelled; a change that fails is retried
         later.
         """
         while True:
@@ -541,11 +552,12 @@ class ClusterClient:
         self._dispatcher.set_draining(name, is_draining=is_draining)
 
     async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
-        """Replace the process of an instance by a new one, when its requests have ended.
+        """Replace the process of an instance by a new one after its requests have ended.
 
         Args:
             name: of the instance.
-            patience_s: after which those that have not ended go on elsewhere.
+            patience_s: seconds after which requests that have not ended continue on other
+                instances.
 
         Raises: NotFoundError.
         """
@@ -558,14 +570,14 @@ class ClusterClient:
             self._dispatcher.set_draining(name, is_draining=False)
 
     async def restart_all(self, *, patience_s: float = DRAIN_S) -> None:
-        """Restart one instance after the other, so that the others serve meanwhile."""
+        """Restart the instances one after the other, so that the others serve meanwhile."""
         for member in list(self._members):
             await self.restart(member.name, patience_s=patience_s)
 
     async def add_instance(self, role: InstanceRole) -> str:
         """Start one more instance; return its name when it serves.
 
-        Raises: PeerLostError (it cannot serve; it is not added then); as ``set_role``.
+        Raises: PeerLostError (the instance cannot serve and is not added); errors of ``set_role``.
         """
         first = self._members[0].spec
         if role != "unified" and first.transfer is None:
@@ -590,7 +602,7 @@ class ClusterClient:
         return name
 
     async def remove_instance(self, name: str, *, patience_s: float = DRAIN_S) -> None:
-        """End an instance for good, when its requests have ended or gone on elsewhere.
+        """End an instance permanently after its requests have ended or moved to other instances.
 
         Raises: NotFoundError; ConflictError (it is the last one).
         """
@@ -602,7 +614,9 @@ class ClusterClient:
         await self._drop(member)
 
     async def _drop(self, member: ClusterMember) -> None:
-        """Remove an instance from the cluster; this continues even if the caller is cancelled."""
+        """Remove an instance from the cluster; the removal continues even if the caller is
+        cancelled.
+        """
         task = self._dropping.get(member)
         if task is None:
             task = self._dropping[member] = asyncio.create_task(self._drop_wholly(member))
@@ -612,7 +626,7 @@ class ClusterClient:
     async def _drop_wholly(self, member: ClusterMember) -> None:
         await member.__aexit__(None, None, None)
         self._entered.remove(member)
-        # Requests on this instance were told that it is gone and move to other instances.
+        # Requests on this instance have been told that it is lost, and move to other instances.
         await self._wait_idle(member.name, DRAIN_S)
         self._members.remove(member)
         self._dispatcher.remove_port(member.name)
@@ -631,9 +645,9 @@ class ClusterClient:
         raise NotFoundError("cluster.find", f"there is no instance {name!r}: {names}", field="name")
 
     async def read_expert_counts(self) -> ExpertCounts:
-        """Return how often experts were chosen, all instances together.
+        """Return how often each expert was chosen, summed over all instances.
 
-        Raises: PeerLostError (an instance that serves did not tell).
+        Raises: PeerLostError (a serving instance did not answer).
         """
         asked = [member for member in self._members if member.info is not None]
         if not asked:
@@ -647,9 +661,9 @@ class ClusterClient:
         )
 
     async def flush_cache(self) -> int:
-        """Forget cached prefixes on every instance; returns the blocks freed.
+        """Discard the prefix cache of every instance; return the number of KV blocks freed.
 
-        Raises: PeerLostError (an instance that serves did not do it).
+        Raises: PeerLostError (a serving instance did not answer).
         """
         asked = [member for member in self._members if member.info is not None]
         if not asked:
@@ -678,7 +692,7 @@ class ClusterClient:
     def _show_stage(self, member: ClusterMember) -> None:
         stage = member.stage
         if stage.stage is InstanceStage.READY and not self._was_ready and len(self._members) > 1:
-            return  # Until all serve.
+            return  # The stage is only worth reporting until all instances serve.
         self._report(self._name_stage(member, stage))
 
     def _name_stage(self, member: ClusterMember, stage: StageChanged) -> StageChanged:

@@ -1,4 +1,4 @@
-"""Settings of a cluster of instances: those of this process, or those that launchers own."""
+"""Settings of a cluster of instances, started by this process or by launchers on other hosts."""
 
 from typing import Annotated, Literal
 
@@ -118,7 +118,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 3
 
     def __post_init__(self) -> None:
-        """Refuse combinations that do not make a cluster.
+        """Refuse combinations of settings that make no valid cluster.
 
         Raises: ConfigError.
         """
@@ -163,5 +163,5 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def num_instances(self) -> int:
-        """Instances to start."""
+        """Number of instances to start."""
         return self.prefill + self.decode or max(self.unified, 1)

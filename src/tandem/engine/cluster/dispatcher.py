@@ -1,8 +1,9 @@
-"""Runs the states of all live requests over instances: executes actions, feeds outcomes back.
+"""Runs the state machines of all live requests: executes their actions on instances and feeds the
+outcomes back.
 
-Owns the live requests, their timers and the calls under way. Knows no processes: instances are
-``Port``s, so the same code runs in the simulated world. All of it runs on one event loop, whose
-time is the clock.
+Owns the live requests, their timers and the calls under way. Instances are ``Port``s, not
+processes, so the same code runs in the simulator. All code runs on one event loop, whose time is
+the only clock.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class Port(Protocol):
-    """An instance as the dispatcher uses it, over all its restarts."""
+    """An instance as the dispatcher uses it; the object stays the same over restarts."""
 
     @property
     def ref(self) -> InstanceRef:
@@ -84,7 +85,7 @@ class Port(Protocol):
 
     @property
     def sources(self) -> frozenset[str]:
-        """Names of the prefill instances whose blocks it can read now."""
+        """Names of the prefill instances whose KV blocks this instance can read now."""
         ...
 
     async def submit(self, request: AddRequest, put: Callable[[RequestOutput], None]) -> None:
@@ -96,22 +97,22 @@ class Port(Protocol):
         ...
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request; harmless if it is not known."""
+        """Cancel a request; do nothing if its id is not known."""
         ...
 
     def release_hold(self, request_id: str) -> None:
-        """Give up the blocks of a prefill; harmless if there are none."""
+        """Release the KV blocks held for an ended prefill; do nothing if there are none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LegRecord:
-    """An instance that a request was sent to, with the time."""
+    """One instance to which a request was sent, and the time."""
 
     instance: str
     leg_id: str
     sent_s: float
-    """Time at which the submission of the request had ended, seconds."""
+    """Time at which the instance accepted or refused the request, seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,14 +139,16 @@ class _Live:
     begin_s: float
     accepted: "asyncio.Future[None]"
     state: State | None = None
-    """The state that was logged last."""
+    """The state that was last written to the log."""
     legs: list[LegRecord] = field(default_factory=list[LegRecord])
     tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict[str, "asyncio.Task[None]"])
-    """Calls under way that submit a leg, by its id."""
+    """Calls in progress that submit the request to an instance, by leg id."""
     counts: dict[str, tuple[LoadCount, int]] = field(
         default_factory=dict[str, tuple[LoadCount, int]]
     )
-    """The load count that each leg was added to when it was sent, and its number there."""
+    """For each leg id: the load count that the leg was added to when it was sent, and its number
+    there.
+    """
     question: Question | None = None
     """Question to the conductor, made for the first decision and reused for later ones."""
     decision: Decision | None = None
@@ -164,11 +167,12 @@ class Dispatcher:
 
     Args:
         ports: all instances of the cluster; borrowed.
-        conductor: chooses among those that serve; it knows of none yet.
-        limits: of each request.
-        max_history: ended requests whose legs are remembered.
-        tag: of this server, where instances have several: what it asks of an instance has ids of
-            its own, also when another server was asked with the same id and has just been lost.
+        conductor: chooses among the serving instances; it must not know of any instance yet.
+        limits: time limits and attempts of each request.
+        max_history: largest number of ended requests whose legs are remembered.
+        tag: identifies this server where several servers share instances. It is part of the request
+            ids sent to instances, so that requests of two servers with the same client id do not
+            collide.
     """
 
     def __init__(
@@ -189,13 +193,15 @@ class Dispatcher:
         self._max_history = max_history
         self._live: dict[str, _Live] = {}
         self._unplaced: dict[str, tuple[_Live, Place]] = {}
-        """Requests without an instance, in the order in which they began to wait."""
+        """Requests without an instance, by request id, in the order in which they began to wait."""
         self._history: OrderedDict[str, _Past] = OrderedDict()
         self._calls: set[asyncio.Task[None]] = set()
         self.on_end: Callable[[AddRequest], None] | None = None
         """Callback for each request that has ended."""
         self._outage_begin_s: float | None = None
-        """Time since which no instance serves, after all had served; None while one serves."""
+        """Time since which no instance serves, seconds; None while one serves, or before all have
+        served once.
+        """
         self.fallbacks: dict[str, int] = {}
         """Number of fallbacks since start, by reason."""
 
@@ -209,9 +215,10 @@ class Dispatcher:
         return sum(live.request.adapter == adapter for live in self._live.values())
 
     async def submit(self, request: AddRequest) -> OutputStream:
-        """Serve a request; returns when an instance has accepted it.
+        """Serve a request; return its output stream when an instance has accepted it.
 
-        Raises: as ``tandem.server.engine.EngineClient.submit``; ConflictError (the id is live).
+        Raises: errors of ``tandem.server.engine.EngineClient.submit``; ConflictError (a request
+        with this id has not ended).
         """
         request_id = request.request_id
         if request_id in self._live:
@@ -235,7 +242,9 @@ class Dispatcher:
         return live.stream
 
     def note_change(self) -> None:
-        """Place waiting requests after a change of the instances that serve or can be read."""
+        """Retry the placement of waiting requests after instances have started, stopped or opened
+        each other.
+        """
         for port in self._ports.values():
             self._placing.sync(port)
         if self._placing.num_serving:
@@ -247,18 +256,18 @@ class Dispatcher:
             self._run(live, [place])
 
     def add_port(self, port: Port) -> None:
-        """Serve requests on one more instance."""
+        """Add an instance to which requests may be sent."""
         self._ports[port.ref.name] = port
         self.note_change()
 
     def remove_port(self, name: str) -> None:
-        """Forget an instance at which no request has a leg or held blocks."""
+        """Remove an instance; no request may have a leg or held blocks there."""
         assert not self.count_at(name), f"{name} has requests"
         del self._ports[name]
         self._placing.forget(name)
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
-        """Send an instance no new requests, or send it some again."""
+        """Stop sending new requests to an instance, or resume."""
         self.conductor.set_draining(name, is_draining=is_draining)
         self.note_change()
 
@@ -270,19 +279,23 @@ class Dispatcher:
         )
 
     def list_legs(self, request_id: str) -> list[LegRecord]:
-        """Return the instances that a request was sent to, in order; empty if it is forgotten."""
+        """Return the instances that a request was sent to, in order; empty if the request is no
+        longer remembered.
+        """
         live = self._live.get(request_id)
         past = self._history.get(request_id) if live is None else live
         return [] if past is None else list(past.legs)
 
     def find_choice(self, request_id: str) -> Choice | None:
-        """Return the first decision for a request; None if there was none, or it is forgotten."""
+        """Return the first placement decision for a request; None if there was none or the request
+        is no longer remembered.
+        """
         live = self._live.get(request_id)
         past = self._history.get(request_id) if live is None else live
         return None if past is None else past.choice
 
     async def close(self) -> None:
-        """End every request with an error and every call."""
+        """End every request with an error, and cancel every call in progress."""
         for live in list(self._live.values()):
             self._run(live, live.states.take(Cancel(), asyncio.get_running_loop().time()))
         calls = list(self._calls)
@@ -306,7 +319,7 @@ class Dispatcher:
         self._run(live, live.states.take(message, asyncio.get_running_loop().time()))
 
     def _run(self, live: _Live, actions: Sequence[Action]) -> None:
-        """Execute actions, and those that follow from their outcomes."""
+        """Execute actions, and the further actions that their outcomes call for."""
         todo = list(actions)
         while todo:
             todo[:1] = self._execute(live, todo[0])
@@ -355,7 +368,7 @@ class Dispatcher:
     # ---------------------------------------------------------------- actions
 
     def _execute(self, live: _Live, action: Action) -> list[Action]:
-        """Carry out one action; return those that its outcome asks for at once."""
+        """Execute one action; return the actions that its outcome calls for at once."""
         match action:
             case Place():
                 return self._place(live, action)
@@ -365,7 +378,7 @@ class Dispatcher:
                 port = self._find(leg)
                 if port is not None:
                     # Count the request before it is sent: the next request may be placed in this
-                    # turn of the loop.
+                    # same iteration of the event loop.
                     request = port.load.note_sent(
                         add_expected(request, leg.instance.name, live.decision)
                     )
@@ -408,7 +421,8 @@ class Dispatcher:
         if place.identity is not None:
             is_served = self._placing.serves(place.identity)
             if not (is_served or is_down or place.is_held):
-                # Refuse at once: all instances are up, so none can still start with that model.
+                # Refuse at once: all instances are up and none serves this model, so waiting would
+                # not help.
                 return live.states.take(NoRoute(is_foreign=True), now_s)
         is_accepted = live.accepted.done()
         if not is_accepted and self._is_long_outage(now_s):
@@ -426,12 +440,13 @@ class Dispatcher:
             )
             return live.states.take(Cancel(), now_s)
         if route is None and is_new:
-            live.decision = None  # It is asked about again when it can be placed.
+            # Discard the decision; a new one is made when the request can be placed.
+            live.decision = None
         elif live.choice is None and live.decision.chosen is not None:
             live.choice = Choice(live.decision, now_s)
         if isinstance(route, NoRoute) and is_accepted and is_down and not place.is_held:
-            # Wait instead of failing: all running instances refused, but one that is starting may
-            # accept.
+            # Wait instead of failing: all running instances refused the request, but an instance
+            # that is starting may accept it.
             route = None
         if route is None:
             self._unplaced[live.request.request_id] = (live, place)
@@ -446,7 +461,7 @@ class Dispatcher:
             self.conductor.note_first_token(live.request.request_id, now_s)
 
     def _is_long_outage(self, now_s: float) -> bool:
-        """Return True if no instance has served for longer than a request may wait for one."""
+        """Return True if no instance has served for longer than the recovery time of requests."""
         begin_s = self._outage_begin_s
         return begin_s is not None and now_s - begin_s >= self._limits.recovery_s
 
@@ -469,12 +484,14 @@ class Dispatcher:
             live.accepted.set_result(None)
 
     def _find(self, leg: Leg) -> Port | None:
-        """Return the instance of a leg; None if it has restarted or does not serve."""
+        """Return the instance that runs a leg; None if it has restarted or does not serve."""
         port = self._ports[leg.instance.name]
         return port if port.ref == leg.instance and port.info is not None else None
 
     def _sync(self, leg: Leg) -> None:
-        """Update the conductor on an instance, which may just have stopped serving."""
+        """Tell the conductor the current facts of a leg's instance, which may just have stopped
+        serving.
+        """
         self._placing.sync(self._ports[leg.instance.name])
 
     def _require(self, leg: Leg) -> Port:
@@ -503,14 +520,15 @@ class Dispatcher:
             _uncount(live, leg.leg_id)
             self._sync(leg)
             self._feed(live, LegFailed(leg.leg_id, error))
-        except Exception as error:  # The edge of a task: the request must end after any error.
+        # Boundary of a task: the request must get an end after any error.
+        except Exception as error:
             logger.exception("request %s cannot be sent", leg.leg_id)
             failure = InternalError("engine.submit", f"the request cannot be sent: {error}")
             _uncount(live, leg.leg_id)
             self._feed(live, LegFailed(leg.leg_id, failure))
         else:
-            # Accepting a request that only waits for a prefill elsewhere does not mean that the
-            # prefill was accepted.
+            # A decode request that waits for a prefill elsewhere counts as accepted only when the
+            # prefill is accepted.
             if not request.awaits_continuation:
                 self._accept(live)
         finally:
@@ -522,13 +540,13 @@ class Dispatcher:
             is_taken = await self._require(leg).call(CONTINUE, message)
         except TandemError as error:
             logger.debug("event=continue_failed request=%s error=%s", leg.leg_id, error)
-        except Exception:  # As above.
+        except Exception:  # Boundary of a task: the request must get an end after any error.
             logger.exception("request %s cannot be continued", leg.leg_id)
         self._feed(live, Continued(leg.leg_id, is_taken))
 
 
 def _uncount(live: _Live, leg_id: str) -> None:
-    """Stop counting a leg that was refused or has ended, whatever its instance reports."""
+    """Remove a leg that was refused or has ended from the load count of its instance."""
     load, number = live.counts.pop(leg_id, (None, 0))
     if load is not None:
         load.note_over(number)

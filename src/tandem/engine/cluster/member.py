@@ -1,4 +1,6 @@
-"""One instance of a cluster: its process, over all restarts, and which instances it can read."""
+"""One instance of a cluster: its process over all restarts, and the other instances whose KV it can
+read.
+"""
 
 import asyncio
 import logging
@@ -25,19 +27,21 @@ Res = TypeVar("Res")
 logger = logging.getLogger(__name__)
 
 LINK_PAUSE_S = 1.0
-"""Seconds between two attempts to open a peer."""
+"""Seconds between two attempts to connect to another instance."""
 
 
 class ClusterMember:
-    """A ``Port``. An async context manager; entering starts the process.
+    """One instance of the cluster, as a ``Port``. An async context manager; entering it starts the
+    process.
 
     Args:
-        spec: of the instance.
-        on_change: called when it begins or ceases to serve, and when it can read another one.
+        spec: settings of the instance.
+        on_change: called when the instance starts or stops serving, and when it becomes able to
+            read another instance's KV.
         on_stage: called with each change of stage and each step of progress.
         launcher: starts the instance; None: as a child process.
-        is_asleep: as of ``InstanceSupervisor``.
-        max_first_starts: as there.
+        is_asleep: see ``InstanceSupervisor``.
+        max_first_starts: see ``InstanceSupervisor``.
     """
 
     def __init__(
@@ -55,13 +59,12 @@ class ClusterMember:
         self._role: InstanceRole = spec.role
         self._name = spec.name
         self.spec = spec
-        """Specification with which the instance was first started; its role may have changed
-        since."""
+        """Settings with which the instance was first started; its role may have changed since."""
         self._was_ready = False
         self._links: dict[str, InstanceRef] = {}
         """Runs of other instances that this run has opened for reading, by name."""
         self.refusals: dict[str, str] = {}
-        """Reasons why blocks of other instances are not read, by instance name."""
+        """For each instance whose KV blocks cannot be read, the reason, by instance name."""
         self._linking: dict[str, asyncio.Task[None]] = {}
         self.supervisor = InstanceSupervisor(
             spec,
@@ -117,7 +120,7 @@ class ClusterMember:
 
     @property
     def sources(self) -> frozenset[str]:
-        """Names of the instances whose blocks it was allowed to read, in their present runs."""
+        """Names of the instances whose KV blocks this instance may read, in their current runs."""
         return frozenset(self._links)
 
     async def submit(self, request: AddRequest, put: Callable[[RequestOutput], None]) -> None:
@@ -127,16 +130,16 @@ class ClusterMember:
     async def call(self, method: InstanceMethod[Req, Res], request: Req) -> Res:
         """Call a method of the instance; see ``InstanceSession.call``.
 
-        Raises: PeerLostError (it is down).
+        Raises: PeerLostError (the instance does not run).
         """
         return await self.supervisor.require_session().call(method, request)
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request; harmless if it is not known."""
+        """Cancel a request; do nothing if its id is not known."""
         self.supervisor.require_session().cancel(request_id)
 
     def release_hold(self, request_id: str) -> None:
-        """Give up the blocks of a prefill; harmless if there are none."""
+        """Release the KV blocks held for an ended prefill; do nothing if there are none."""
         self.supervisor.require_session().release_hold(request_id)
 
     def set_adapters(self, sources: Sequence[AdapterSource]) -> None:
@@ -144,14 +147,16 @@ class ClusterMember:
         self.supervisor.set_adapters(sources)
 
     def set_role(self, role: InstanceRole) -> None:
-        """Set the role of the instance; work that it has begun continues."""
+        """Set the role of the instance; requests that it has begun continue."""
         self._role = role
         self.supervisor.set_role(role)
 
     # ---------------------------------------------------------------- links
 
     def link(self, source: "ClusterMember") -> None:
-        """Open another instance for reading, once both serve and after each restart of either."""
+        """Connect to another instance to read its KV, once both serve and again after a restart of
+        either.
+        """
         if self._role != "decode" or source.role != "prefill":
             return
         if self._links.get(source.name) == source.ref:
@@ -162,13 +167,11 @@ class ClusterMember:
             self._linking[source.name] = asyncio.get_running_loop().create_task(self._open(source))
 
     async def wait_linked(self) -> None:
-        """Wait until every opening in progress has been decided."""
+        """Wait until every connection attempt in progress has succeeded or failed."""
         await asyncio.gather(*self._linking.values(), return_exceptions=True)
 
     async def _open(self, source: "ClusterMember") -> None:
-        """Try to open an instance until it succeeds, or fails for a reason that time does not
-        mend.
-        """
+        """Try to connect to an instance until it succeeds or fails for a permanent reason."""
         while True:
             ours, theirs, info = self.ref, source.ref, source.info
             if self.info is None or info is None or info.kv_peer is None:
@@ -184,7 +187,9 @@ class ClusterMember:
                     error,
                 )
                 if isinstance(error, UnsupportedError) and (self.ref, source.ref) == (ours, theirs):
-                    return  # Their KV differs, until one of the two starts anew.
+                    # The two instances have incompatible KV, which does not change until one of
+                    # them restarts.
+                    return
                 await asyncio.sleep(LINK_PAUSE_S)
                 continue
             if (self.ref, source.ref) == (ours, theirs):

@@ -1,6 +1,8 @@
-"""The dispatcher's side of the conductor: its events come from ports, its questions from requests.
+"""The dispatcher's connection to the conductor: it reports instances and builds questions from
+requests.
 
-Owns the conductor and what it was told of each port. All of it runs on one event loop.
+Owns the conductor and the facts already reported about each instance. All code runs on one event
+loop.
 """
 
 import hashlib
@@ -55,7 +57,7 @@ class PlacingPort(Protocol):
 
 
 class _Listener:
-    """Listener that passes one run's reports on to the conductor."""
+    """Listener that passes the reports of one run of an instance on to the conductor."""
 
     def __init__(self, conductor: Conductor, port: PlacingPort, info: InstanceInfo) -> None:
         self._conductor, self._name = conductor, port.ref.name
@@ -79,11 +81,11 @@ class _Listener:
         )
 
     def note_steps(self, steps: Sequence[StepRecord]) -> None:
-        """Give the conductor the steps that the instance computed."""
+        """Report steps that the instance has computed to the conductor."""
         self._conductor.note_steps(self._name, steps)
 
     def note_blocks(self, blocks: BlockChanges) -> None:
-        """Give the conductor the changes of the instance's cached blocks."""
+        """Report changes of the instance's cached blocks to the conductor."""
         if blocks.is_reset:
             self._conductor.note_flushed(self._name)
         self._conductor.note_blocks(self._name, blocks.stored, blocks.removed)
@@ -92,19 +94,19 @@ class _Listener:
 
 
 class Placing:
-    """Keeps a conductor current, and asks it.
+    """Keeps the conductor's view of the instances current, and asks it where to run requests.
 
     Args:
-        conductor: which knows of no instance yet.
+        conductor: chooses instances; it must not know of any instance yet.
     """
 
     def __init__(self, conductor: Conductor) -> None:
         self.conductor = conductor
         self._runs: dict[str, InstanceRef] = {}
-        """Runs that the conductor believes to be serving, by name."""
+        """Runs of instances that the conductor counts as serving, by instance name."""
         self._listeners: dict[str, LoadCount] = {}
         self._block_sizes: dict[str, int] = {}
-        """Block sizes by KV identity, of runs that serve or have served."""
+        """Block sizes in tokens, by KV identity, of all instances that serve or have served."""
 
     @property
     def num_serving(self) -> int:
@@ -112,7 +114,7 @@ class Placing:
         return len(self._runs)
 
     def sync(self, port: PlacingPort) -> None:
-        """Pass changes of an instance on to the conductor. O(1) if there are none."""
+        """Report changes of an instance to the conductor; O(1) if there are none."""
         conductor, ref, info = self.conductor, port.ref, port.info
         name = ref.name
         row = conductor.fleet.find(name)
@@ -163,10 +165,10 @@ class Placing:
         self.conductor.stop(name)
 
     def describe(self, request: AddRequest) -> Question:
-        """Return the question to the conductor about a request.
+        """Return the question that asks the conductor where to run a request.
 
-        Cost: a SHA-256 of each block of the prompt for each KV identity that serves; none where
-        there is nothing to choose.
+        Cost: a SHA-256 of each block of the prompt for each KV identity that serves; nothing if
+        there is only one instance to choose.
         """
         identities: set[str] = set()
         if len(self._runs) > 1:
@@ -203,12 +205,13 @@ def describe_candidate(candidate: Candidate) -> ConsideredInstance:
 
 
 def add_expected(request: AddRequest, instance: str, decision: Decision | None) -> AddRequest:
-    """Return a request that tells an instance which prefix of the prompt it is believed to hold.
+    """Return a copy of a request with the prefix length that the conductor believes the instance
+    has cached.
 
     Args:
         request: about to be sent; not modified.
-        instance: that it is sent to.
-        decision: the last one about it; None: nobody chose.
+        instance: name of the instance to which the request is sent.
+        decision: the last placement decision for the request; None if there was none.
     """
     chosen = None if decision is None else decision.chosen
     if chosen is None or chosen.instance != instance or not chosen.prefix_len:
@@ -217,10 +220,11 @@ def add_expected(request: AddRequest, instance: str, decision: Decision | None) 
 
 
 def _make_chain(request: AddRequest, identity: str, block_size: int) -> Chain:
-    """Return the heads of the keys that instances of an identity give the blocks of a prompt.
+    """Return the truncated keys of a prompt's blocks, as instances with a KV identity compute them.
 
-    The identity of an adapter's KV is known to instances alone. Its chain has keys of our own, by
-    which only what was asked of instances is found again, not what they tell.
+    Only instances know the KV identity of a LoRA adapter. For a request with an adapter the keys
+    are therefore made here from the adapter's digest: they match earlier requests that this process
+    sent, but not the blocks that instances report.
     """
     digest = bytes.fromhex(identity)
     if request.adapter:

@@ -1,11 +1,12 @@
 """The state machine of one request of a cluster: inputs in, actions out, by the rows of ``TABLE``.
 
-Owns the facts that the table does not have: the tokens sent so far, the ids of the requests at
-instances, how often it failed. Tokens so far, seed and prompt are all that another instance needs
-to go on with the very same tokens, so every failure before the last token has an answer.
+Owns the data of the request: the tokens sent so far, the ids of its legs (the requests sent to
+instances) and the number of failures. The prompt, the seed and the tokens so far are all that
+another instance needs to continue with identical tokens, so the request survives the failure of an
+instance.
 
-Pure and single-threaded; time is an argument. The caller executes the actions in order and tells
-the outcome of each by another input; inputs that belong to a leg which is over are ignored.
+Pure and single-threaded; time is an argument. The caller executes the actions in order and reports
+each outcome as another input; inputs of a leg that has ended are ignored.
 """
 
 import math
@@ -49,8 +50,10 @@ __all__ = [
 MAX_LEASE_S = 3600.0
 """Longest lease on a prefill's blocks that the wire format allows, seconds."""
 GRACE_S = 0.1
-"""After the time limit of a request: an instance between two steps ends it first, and one in a long
-step does not keep its client waiting."""
+"""Seconds added to the time limit of a request before the cluster itself ends it. Normally the
+instance ends the request first, between two steps; if a step takes long, the client still gets its
+answer after this time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +70,10 @@ class Limits:
     """Bounds of a request.
 
     Attributes:
-        lease_s: how long a prefill's blocks are held.
-        recovery_s: how long a request waits for an instance to come back.
-        max_attempts: failures that it may have; with the next one it ends by an error.
+        lease_s: seconds that the KV blocks of an ended prefill are held.
+        recovery_s: seconds that a request waits for an instance to come back.
+        max_attempts: failures after which a request is retried; the next failure ends it with an
+            error.
     """
 
     lease_s: float = 30.0
@@ -82,7 +86,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LegOutput:
-    """An output that an instance sent; one with ``FinishReason.ERROR`` counts by its error code."""
+    """An output from an instance. An output with ``FinishReason.ERROR`` is a failure, judged by its
+    error code.
+    """
 
     leg_id: str
     output: RequestOutput
@@ -98,7 +104,9 @@ class LegFailed:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """True if a decode instance took a continuation; a call that failed counts as no."""
+    """The outcome of sending a continuation: True if the decode instance accepted it; a failed call
+    counts as False.
+    """
 
     leg_id: str
     is_taken: bool
@@ -124,7 +132,9 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Send a continuation to an instance; the outcome is returned as ``Continued``."""
+    """Send the prefill's tokens to a decode instance so that it continues; the outcome is returned
+    as ``Continued``.
+    """
 
     leg: Leg
     message: ContinueRequest
@@ -139,14 +149,14 @@ class DropLeg:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLeg:
-    """Release the blocks held for an ended prefill; harmless if there are none."""
+    """Release the blocks held for an ended prefill; do nothing if there are none."""
 
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Pass an output to the client; the last has a finish reason."""
+    """Pass an output to the client; only the last output has a finish reason."""
 
     output: RequestOutput
 
@@ -160,7 +170,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Count a fallback."""
+    """Count a fallback (a move to another instance) under its reason."""
 
     reason: str
 
@@ -170,7 +180,7 @@ Action = Place | Submit | Continue | DropLeg | ReleaseLeg | Deliver | Fail | Not
 
 @dataclass(slots=True)
 class _PromptFacts:
-    """Prompt facts of the first delivered output, repeated for later instances."""
+    """Facts about the prompt in the first output, repeated in the outputs of later instances."""
 
     prompt_len: int
     cached_len: int
@@ -178,7 +188,7 @@ class _PromptFacts:
 
 @dataclass(slots=True)
 class _Happened:
-    """The input being processed, as far as the effects need it."""
+    """The input that is being processed, with the data that effects use."""
 
     route: Pair | Alone | None = None
     output: RequestOutput | None = None
@@ -193,10 +203,10 @@ class RequestStates:
     """The state machine of one request of a cluster.
 
     Args:
-        request: as the server made it, with a concrete seed; its id is that of all outputs.
-        limits: of the cluster.
-        now_s: when it arrived.
-        tag: of the server, in the ids of its legs.
+        request: the server's request, with its seed already drawn; all outputs have its id.
+        limits: time limits and attempts.
+        now_s: time of arrival, seconds.
+        tag: of the server; part of the ids of the legs.
     """
 
     def __init__(self, request: AddRequest, limits: Limits, now_s: float, tag: str = "") -> None:
@@ -211,7 +221,7 @@ class RequestStates:
         self._now_s = now_s
         self._num_legs = 0
         self._prefill: Leg | None = None
-        """Leg of the prefill, and then of its hold."""
+        """The leg that runs the prefill; after the prefill's end, the leg whose blocks are held."""
         self._decode: Leg | None = None
         self._last_prefill: InstanceRef | None = None
         self._handle: KvHandle | None = None
@@ -237,7 +247,8 @@ class RequestStates:
             Effect.SEND_CONTINUATION: self._send_continuation,
             Effect.DELIVER: self._deliver,
             Effect.KEEP: self._keep,
-            Effect.TAKE_KEPT: lambda: None,  # Once the next state is entered.
+            # The kept output is taken after the next state has been entered.
+            Effect.TAKE_KEPT: lambda: None,
             Effect.DISCARD_KEPT: self._discard_kept,
             Effect.DROP_PREFILL: self._drop_prefill,
             Effect.DROP_DECODE: self._drop_decode,
@@ -265,7 +276,7 @@ class RequestStates:
 
     @property
     def held(self) -> dict[Held, Leg]:
-        """The legs and held blocks of the request, by kind."""
+        """The legs and held blocks that the request has at instances, by kind."""
         legs = {Held.PREFILL: self._prefill, Held.HOLD: self._prefill, Held.DECODE: self._decode}
         held: dict[Held, Leg] = {}
         for kind in TABLE[self.state].held:
@@ -276,8 +287,8 @@ class RequestStates:
 
     @property
     def deadline_s(self) -> float:
-        """The moment at which ``tick`` must be called; ``inf`` only at the end or without a time
-        limit.
+        """Time at which ``tick`` must be called, seconds; ``inf`` only if the request has ended or
+        has no time limit.
         """
         match TABLE[self.state].deadline:
             case Deadline.REQUEST:
@@ -290,7 +301,7 @@ class RequestStates:
                 return math.inf
 
     def start(self, now_s: float) -> list[Action]:
-        """Return the first actions; called once."""
+        """Return the first actions; call exactly once."""
         self._begin(now_s)
         self._place(is_held=False)
         return self._happened.actions
@@ -349,7 +360,8 @@ class RequestStates:
         if self._identity is not None and any(
             ref.identity != self._identity for ref in _list_instances(route)
         ):
-            # Refuse even if the policy chose so: tokens of two models must never mix in one answer.
+            # Refuse this choice even if the policy made it: one answer must not mix tokens of two
+            # models.
             self._take(NoRoute(is_foreign=True))
             return
         self._happened.route = route
@@ -362,8 +374,8 @@ class RequestStates:
         elif self._tokens:
             self._fire(Event.REJOIN)
         else:
-            # Pair early only for one model: a decode instance of another cannot continue its first
-            # token.
+            # Choose both instances before the prefill only if they have one model: another model
+            # could not continue from the first token.
             is_early = route.decode is not None and _has_one_model(route)
             self._fire(Event.PAIR if is_early else Event.LATE_PAIR)
 
@@ -379,7 +391,7 @@ class RequestStates:
             self._happened.source = self.held[Held.PREFILL].instance
             is_held = output.finish_reason is FinishReason.PREFILLED
             if output.finish_reason is None:
-                return  # It has no output before its end.
+                return  # A prefill-only request has no output before its end.
             if is_held:
                 self._handle = output.kv_handle
                 self._hold_end_s = self._now_s + self._limits.lease_s
@@ -392,7 +404,7 @@ class RequestStates:
             self._fire(Event.OUTPUT_ENDED if is_last else Event.OUTPUT)
 
     def _take_failure(self, leg_id: str, error: TandemError, *, is_refusal: bool) -> None:
-        """Process the failure of a leg: choose if another instance is tried or the request ends."""
+        """Process the failure of a leg: retry on another instance or end the request."""
         is_retryable = ERROR_CODES.get(error.code, TandemError).retryable
         self._happened.error = error
         if self._is_prefill(leg_id):
@@ -413,7 +425,7 @@ class RequestStates:
         return Held.DECODE in TABLE[self.state].held and self.held[Held.DECODE].leg_id == leg_id
 
     def _fire(self, event: Event) -> None:
-        """Leave the present state by the exit of an event."""
+        """Leave the current state through the exit of an event."""
         way = TABLE[self.state].exits[event]
         if event is Event.PREFILL_LOST:
             self._blame(self._prefill)
@@ -424,12 +436,11 @@ class RequestStates:
             self._decode = None
         elif ended is not None and event is not Event.PREFILLED:
             self._prefill = None
-        # Change the state before the steps run: the answers to their actions belong to the next
+        # Change the state before its effects run: outcomes of their actions belong to the next
         # state.
         self.state, self._entered_s = way.to, self._now_s
         if Effect.COUNT in way.effects and event is not Event.NO_ROUTE:
-            # Do not count NO_ROUTE: the failure that led to this lack of a decode instance was
-            # counted.
+            # Do not count NO_ROUTE as a failure: the failure that caused it has been counted.
             self.num_fallbacks += 1
         for step in way.effects:
             self._steps[step]()
@@ -484,12 +495,14 @@ class RequestStates:
         )
 
     def _submit_reader(self, *, awaits_continuation: bool) -> None:
-        """Send the request to the instance that reads blocks while they are computed."""
+        """Send the decode request to an instance that reads the blocks while the prefill computes
+        them.
+        """
         route = self._happened.route
         assert isinstance(route, Pair), route
         assert route.prefill is not None, route
         assert route.decode is not None, route
-        # Make the prefill's leg now: the reader's request names its id before the prefill is sent.
+        # Create the prefill leg first: the decode request contains its id.
         self._prefill = self._make_leg("p", route.prefill)
         self._decode = self._make_leg("d", route.decode)
         wait_s = min(max(self._end_s - self._now_s, 1.0), MAX_LEASE_S)
@@ -576,8 +589,8 @@ class RequestStates:
             if self._facts is None:
                 self._facts = _PromptFacts(output.prompt_len, output.cached_len)
             else:
-                # A later instance's counts would include what the first instance computed, so
-                # deliver the first instance's.
+                # Deliver the counts of the first instance: for a later instance, tokens computed by
+                # the first one would count as prompt or as cached.
                 changes |= {
                     "prompt_len": self._facts.prompt_len,
                     "cached_len": self._facts.cached_len,

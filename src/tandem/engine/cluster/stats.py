@@ -1,4 +1,4 @@
-"""The statistics of one instance over its restarts, so that counters only grow. Pure."""
+"""Statistics of one instance summed over its restarts, so that counters never decrease. Pure."""
 
 import msgspec
 
@@ -9,10 +9,10 @@ __all__ = ["StatsHistory"]
 
 
 class StatsHistory:
-    """The stats of one instance over its restarts, as far as they were asked for.
+    """Statistics of one instance over its restarts.
 
-    A process begins to count at zero. In a sum over instances that would look as if all of them
-    had restarted, so what an earlier run had counted when it was last asked is added.
+    A new process begins to count at zero, which would make sums over instances decrease. The last
+    counts reported by earlier runs are therefore added to those of the current run.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class StatsHistory:
 
     @property
     def last(self) -> Statistics:
-        """The last report of the present run; zeros before it has told anything."""
+        """The last report of the current run; zeros before its first report."""
         return self._last
 
     def note(self, incarnation: int, stats: InstanceStats) -> InstanceStats:
-        """Add a report of a run; return it plus the counters of earlier runs."""
+        """Record a report of a run; return it plus the counters of earlier runs."""
         if incarnation != self._incarnation:
             self._ended = self.recall()
             self._incarnation = incarnation
@@ -34,7 +34,7 @@ class StatsHistory:
         return sum_stats(stats.stage, (self._ended, stats))
 
     def recall(self) -> InstanceStats:
-        """Return the last known counters, without gauges, while the instance does not answer."""
+        """Return the last known counters without gauges, for an instance that does not answer."""
         zero = Statistics()
         gone = {s.field: getattr(zero, s.field) for s in list_stats() if s.kind == "gauge"}
         counted = msgspec.structs.replace(self._last, **gone)

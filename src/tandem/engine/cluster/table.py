@@ -2,8 +2,8 @@
 
 ``tandem.engine.cluster.request_states`` runs from ``TABLE``;
 ``docs/design/engine/disaggregation_states.md`` is generated from it. A test checks for each exit
-that what was held in a state is held, given back or ended in the next one, so that no exit can
-leak. Pure data.
+that every resource held in a state is still held, released or ended in the next one, so that no
+exit leaks. Pure data.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """An event of a request."""
+    """An event that makes a request leave its state."""
 
     PAIR = "pair"
     LATE_PAIR = "late_pair"
@@ -67,7 +67,7 @@ class Event(StrEnum):
 
 
 class Effect(StrEnum):
-    """An effect executed when a state is left, in the order of the table."""
+    """An action executed when a state is left, in the order of the table."""
 
     PLACE = "place"
     PLACE_DECODE = "place_decode"
@@ -91,18 +91,18 @@ class Effect(StrEnum):
 
 
 class Held(StrEnum):
-    """A resource of a request at an instance, which must be given back."""
+    """A resource that a request has at an instance and that must be released."""
 
     PREFILL = "prefill"
-    """A request at the prefill instance."""
+    """A running request at the prefill instance."""
     HOLD = "hold"
     """Blocks that the prefill instance holds under a lease."""
     DECODE = "decode"
-    """A request at the instance that sends the tokens."""
+    """A request at the instance that sends the tokens to the client."""
 
 
 class Deadline(StrEnum):
-    """The deadline at which a state is left."""
+    """The time limit after which a state is left."""
 
     REQUEST = "the time limit of the request; its instance ends it, and 2 s later the server"
     RECOVERY = "cluster.recovery_s, or the time limit of the request"
@@ -112,7 +112,7 @@ class Deadline(StrEnum):
 
 @dataclass(frozen=True)
 class Exit:
-    """An exit of a state: the next state and the effects."""
+    """An exit of a state: the next state, and the effects executed on the way."""
 
     to: State
     effects: tuple[Effect, ...] = ()
@@ -123,11 +123,11 @@ class Row:
     """One state.
 
     Attributes:
-        meaning: in a sentence.
-        owner: who has to act next.
-        deadline: by when.
-        held: what the request has at instances meanwhile.
-        exits: by event; an event that is not there cannot happen in this state.
+        meaning: meaning of the state, one sentence.
+        owner: the party that must act next.
+        deadline: time limit of the state.
+        held: resources that the request has at instances in this state.
+        exits: exit for each event; events without an exit cannot occur in this state.
     """
 
     meaning: str
@@ -200,7 +200,9 @@ ENDS: Mapping[Event, Held] = MappingProxyType({
     Event.DECODE_LOST: Held.DECODE,
     Event.LEASE_ENDED: Held.HOLD,
 })  # fmt: skip
-"""Resources that end with an event, without a step of ours. ``PREFILLED`` also begins a hold."""
+"""Resources that an event ends by itself, without an effect. ``PREFILLED`` ends the prefill and
+begins a hold.
+"""
 
 _RETRY = (Effect.COUNT, Effect.PLACE)
 _DROP_BOTH = (Effect.DROP_PREFILL, Effect.DROP_DECODE)
@@ -208,7 +210,7 @@ _HOLD_DECODE = (Effect.RELEASE, Effect.DROP_DECODE)
 
 
 def _last_exits(*give_back: Effect) -> dict[Event, Exit]:
-    """Return the exits that every state has: cancellation and the end of the request's time."""
+    """Return the exits that every state has: cancellation, and the time limit of the request."""
     return {
         Event.TIMEOUT: Exit(State.ENDED, (*give_back, Effect.END_TIMEOUT)),
         Event.CANCEL: Exit(State.ENDED, (*give_back, Effect.END_CANCELLED)),
@@ -247,7 +249,7 @@ TABLE: Mapping[State, Row] = MappingProxyType({
             Event.PREFILLED: Exit(State.CONTINUING, (Effect.DELIVER, Effect.SEND_CONTINUATION)),
             Event.PREFILL_ENDED: Exit(State.ENDED, (Effect.DROP_DECODE, Effect.DELIVER)),
             Event.PREFILL_LOST: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
-            # The decode instance's wait ended before the prefill did, so it computes the same
+            # The decode instance gave up waiting before the prefill ended and computes the same
             # tokens itself.
             Event.OUTPUT: Exit(State.SERVING, (Effect.COUNT, Effect.DROP_PREFILL, Effect.DELIVER)),
             Event.OUTPUT_ENDED: Exit(State.ENDED, (Effect.DROP_PREFILL, Effect.DELIVER)),
@@ -290,8 +292,8 @@ TABLE: Mapping[State, Row] = MappingProxyType({
                 State.HELD,
                 (Effect.DISCARD_KEPT, Effect.DROP_DECODE, Effect.COUNT, Effect.PLACE_DECODE),
             ),
-            # Keep the output: the reply says if the decode instance starts with the first or second
-            # token.
+            # Keep the output until the reply has come: the reply tells if the decode instance
+            # starts with the first or the second token.
             Event.OUTPUT: Exit(State.CONTINUING, (Effect.KEEP,)),
             Event.DECODE_LOST: Exit(
                 State.HELD, (Effect.DISCARD_KEPT, Effect.COUNT, Effect.PLACE_DECODE)
@@ -332,8 +334,8 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         {Held.PREFILL, Held.DECODE},
         {
             Event.PREFILLED: Exit(State.LOADING),
-            # Drop the decode instance, which would wait for this prefill's blocks until the lease
-            # ends.
+            # Drop the decode instance: it would otherwise wait for this prefill's blocks until the
+            # lease ends.
             Event.PREFILL_ENDED: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
             Event.PREFILL_LOST: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
             Event.OUTPUT: Exit(State.DECODING, (Effect.DROP_PREFILL, Effect.DELIVER)),
@@ -357,4 +359,4 @@ TABLE: Mapping[State, Row] = MappingProxyType({
     State.ENDED: _row("The last output has been sent.", "nobody", Deadline.NONE, set(), {}),
     State.FAILED: _row("A terminal error has been sent.", "nobody", Deadline.NONE, set(), {}),
 })  # fmt: skip
-"""Every state, its row."""
+"""All states, each with its row."""
