@@ -115,6 +115,28 @@ bool take_integers(const WeightFormat& format, const BlockType& type, const uint
   return is_finite;
 }
 
+// Writes Q8_0's blocks to one column of a panel in their own format. `to` is where the first one's group
+// begins, `piece` the bytes of a group. False where a scale is not finite.
+bool place_q8_0(const uint8_t* blocks, size_t num_weights, size_t column, size_t piece,
+                uint8_t* to) {
+  const BlockType& type = block_type(BlockKind::kQ8_0);
+  bool is_finite = true;
+  for (size_t k = 0; k < num_weights; k += type.weights, blocks += type.bytes, to += piece) {
+    uint16_t scale;
+    std::memcpy(&scale, blocks, 2);
+    is_finite &= !is_infinite_half(scale);
+    std::memcpy(to + column * 2, &scale, 2);
+    uint8_t* codes = to + kPanelColumns * 2 + column * 4;
+    for (size_t i = 0; i < type.weights; i += 4, codes += kPieceBytes) {
+      uint32_t four;
+      std::memcpy(&four, blocks + 2 + i, 4);
+      four ^= 0x80808080u;  // Plus 128, without a sign.
+      std::memcpy(codes, &four, 4);
+    }
+  }
+  return is_finite;
+}
+
 // The same of MXFP4; scales are e8m0. Our kernels have no 2^-127: twice that, and halved codes.
 bool take_floats(const BlockType& type, const uint8_t* blocks, size_t num_weights,
                  ChunkCodes* out) {
@@ -169,7 +191,7 @@ void write_levels(const WeightFormat& format, const uint8_t* levels, size_t colu
 // A superblock of one column, as it is. False where its fp16 numbers are not finite.
 bool write_superblock(const WeightFormat& format, const BlockRow& stored, size_t column, uint8_t* to) {
   BlockCodes block;
-  split_block(stored.kind, stored.data, &block);
+  split_codes(stored.kind, stored.data, &block);
   const size_t num_halves = format.has_minimum ? 2 : 1;
   const auto size = static_cast<size_t>(format.group_size);
   for (size_t i = 0; i < num_halves; ++i) {
@@ -242,6 +264,13 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
       if (end < source.last_k)
         for (size_t i = 0; i < chunk_bytes; i += kCacheLineBytes)
           __builtin_prefetch(blocks + chunk_bytes + i);
+      if (type.kind == BlockKind::kQ8_0 && format == type.format) {
+        uint8_t* group = panel + (begin - source.first_k) / size * piece;
+        const uint8_t* own = blocks + (begin - first) / type.weights * type.bytes;
+        if (!place_q8_0(own, end - begin, c, piece, group))
+          return refuse_block(source.first_row + c, "a scale or minimum that is not finite");
+        continue;
+      }
       const bool is_finite = format.is_float
                                  ? take_floats(type, blocks, count, &chunk)
                                  : take_integers(format, type, blocks, count, &chunk);

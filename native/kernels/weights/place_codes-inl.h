@@ -14,10 +14,12 @@ inline void place_int_codes(int32_t bits, const uint8_t* codes, size_t count, si
   };
   // Field `shift` of `width` bits of 4 * fields codes, byte i for the codes 4 j + i.
   const auto gather = [](const uint8_t* c, size_t fields, int shift, int width) {
+    const uint32_t mask = ((1u << width) - 1) * 0x01010101u;
     uint32_t word = 0;
-    for (size_t k = 0; k < 4 * fields; ++k) {
-      const uint32_t field = (uint32_t{c[k]} >> shift) & ((1u << width) - 1);
-      word |= field << (8 * (k % 4) + k / 4 * static_cast<size_t>(width));
+    for (size_t j = 0; j < fields; ++j) {
+      uint32_t four;
+      __builtin_memcpy(&four, c + 4 * j, 4);
+      word |= ((four >> shift) & mask) << (j * static_cast<size_t>(width));
     }
     return word;
   };
@@ -45,9 +47,12 @@ inline void place_int_codes(int32_t bits, const uint8_t* codes, size_t count, si
       at = to + column * 4;
       put(gather(codes + k, 4, 0, 2));
       uint16_t third = 0;
-      for (size_t i = 0; i < 16; ++i) {
-        const size_t bit = 8 * (i % 2) + 4 * (i % 4 / 2) + i / 4;
-        third = static_cast<uint16_t>(third | (codes[k + i] >> 2) << bit);
+      for (size_t j = 0; j < 4; ++j) {
+        uint32_t four;
+        __builtin_memcpy(&four, codes + k + 4 * j, 4);
+        // Third bits of codes 0 to 3 go to bits 0, 8, 4 and 12.
+        const uint32_t bits_of_four = (four >> 2) & 0x01010101u;
+        third = static_cast<uint16_t>(third | ((bits_of_four | bits_of_four >> 12) & 0x1111u) << j);
       }
       __builtin_memcpy(to + kWordRow + column * 2, &third, 2);
     }

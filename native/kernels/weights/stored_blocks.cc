@@ -271,8 +271,6 @@ bool holds_blocks(const WeightFormat& format, BlockKind kind) {
          plain.group_size % format.group_size == 0;
 }
 
-namespace {
-
 void split_codes(BlockKind kind, const uint8_t* block, BlockCodes* out) {
   switch (kind) {
     case BlockKind::kQ4_0:
@@ -317,8 +315,6 @@ void split_codes(BlockKind kind, const uint8_t* block, BlockCodes* out) {
     default: return split_codebook_block(kind, block, out);
   }
 }
-
-}  // namespace
 
 void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out) {
   split_codes(kind, block, out);

@@ -72,7 +72,9 @@ extern const uint8_t kE2m1Codes[16];
 // Rounds to nearest even; NaN stays NaN.
 uint16_t narrow_to_bf16(float value);
 
+// Takes a block apart. Of superblocks split_codes leaves `scales` and `minima` as they are.
 void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out);
+void split_codes(BlockKind kind, const uint8_t* block, BlockCodes* out);
 
 // Writes the values of rows, all of `columns` weights, one after the other: float32 operations as
 // llama.cpp does them, rounded once where `is_bf16`. Without a pool in the calling thread.
