@@ -53,7 +53,7 @@ def _find_extra(package: str) -> str | None:
     try:
         needed = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
-        return None  # Run from a source tree.
+        return None  # The package is not installed: it runs from a source tree.
     for line in needed:
         match = re.match(r"""([\w.-]+).*;.*extra\s*==\s*["'](\w+)["']""", line)
         if match and match[1].lower().replace("-", "_").startswith(package) and package:

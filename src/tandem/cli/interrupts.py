@@ -137,7 +137,7 @@ def _watch(reader: socket.socket, ended: threading.Event) -> None:
                 continue
             if ended.wait(GRACE_S):
                 return
-            # The context that keeps interrupts may have handled this one and ended before this
-            # thread read of it: then the process goes on.
+            # The context that postpones interrupts may have handled this one and ended before this
+            # thread noticed: then the process continues.
             if _State.kept_s < heard_s - GRACE_S:
                 _leave()

@@ -182,7 +182,8 @@ class Admission:
         self._shares.add(
             question.client, question.weight, question.prompt_len + question.max_tokens, now_s
         )
-        # Clamp the begin: the ring of buckets reaches only half its length into the future.
+        # Limit the start time: the ring of time buckets extends only half its length into the
+        # future.
         begin_s = now_s + min(ttft_s, BUCKET_S * NUM_BUCKETS / 2)
         accepted = _Accepted(self._find_bucket(begin_s), ttft_s, now_s)
         self._live[question.request_id] = accepted
@@ -202,8 +203,8 @@ class Admission:
             return
         error = abs(accepted.predicted_s - real_s) / real_s
         self.ttft_error += (error - self.ttft_error) * (1 - DECODE_MEMORY)
-        # Move the margin towards the quantile: up if the prediction was exceeded, else down a
-        # little.
+        # Adapt the margin so that it follows the quantile: raise it if the request took longer than
+        # predicted, else lower it a little.
         is_over = real_s > accepted.predicted_s * self.margin
         step = SAFE_SHARE if is_over else SAFE_SHARE - 1.0
         self.margin = min(max(self.margin * math.exp(MARGIN_STEP * step), 1.0), MAX_MARGIN)
@@ -225,7 +226,8 @@ class Admission:
 
     def _count(self, bucket: int, change: int, now_s: float) -> None:
         self._advance(self._find_bucket(now_s) + NUM_BUCKETS // 2 + 1)
-        # Skip a request from before the ring: its decode is older than the forecast looks back.
+        # Skip a request older than the ring of buckets: its decode lies before the time that the
+        # forecast covers.
         if bucket > self._newest - NUM_BUCKETS:
             self._begun[bucket % NUM_BUCKETS] += change
 
@@ -257,9 +259,9 @@ class Admission:
         present = float(fleet.num_decoding[rows].sum())
         if not count or present <= 0:
             return tpot_s
-        # The instances' loads also count requests that other servers sent and prompts that still
-        # wait. So scale our forecast of decodes by the ratio of all requests to our own, and assume
-        # that the context lengths stay as they are now.
+        # The instances also report requests that other servers sent, and prompts that still wait.
+        # Scale our own forecast of decodes by the ratio of all requests to ours, and assume that
+        # context lengths stay as they are.
         per_own = max(present / max(len(self._live), 1), 1.0)
         ratio = (self.count_decodes(at_s) + 1) * per_own / present
         decodes = fleet.num_decoding[rows] * ratio

@@ -307,8 +307,8 @@ class Conductor:
         for chain in question.chains:
             self._expected.note(bits, chain.keys)
             if depth:
-                # Start one block earlier: the last message may end in the block before the prompt's
-                # last block.
+                # Start one block earlier, since the last message may end in the block before the
+                # prompt's last block.
                 self._expected_group.note(bits, chain.keys[-depth - 1 :])
         if not isinstance(route, Pair) or route.prefill is not None:
             self.policy.note_placed(question, known[0])
@@ -338,8 +338,9 @@ class Conductor:
         decodes = np.flatnonzero(usable & (fleet.role == DECODE) & fleet.reads[:, row])
         assert len(decodes), f"{fleet.name_of(row)} has no reader"
         decode = self.policy.choose_decode(question, fleet, decodes, hits)
-        # Blocks that are read early take room before their prompt is computed. Without room for
-        # all of them, requests would wait for each other: one for room here, one for blocks there.
+        # A decode instance that reads blocks early reserves them before the prompt is computed.
+        # Allow this only if it has room for all of them; otherwise requests on two instances could
+        # wait for each other's blocks forever.
         is_early = place.is_resumed or self._has_room(decode, question)
         route = Pair(self._ref(row), self._ref(decode) if is_early else None)
         return self._decide(route, question, row, rows, parts, decode)
@@ -407,8 +408,8 @@ class Conductor:
             if len(rows):
                 row = self.policy.choose_prefill(question, self.fleet, rows, hits, parts)
                 return self._answer_alone(question, row, rows, parts)
-        # A draining instance will serve again or be replaced, so it does not end the wait with
-        # NoRoute.
+        # A draining instance will serve again or be replaced, so as long as one exists, the request
+        # waits instead of failing with NoRoute.
         is_any = bool(np.any(self.fleet.is_serving & ~self.fleet.is_draining))
         return Decision(NoRoute() if is_any else None)
 
@@ -426,7 +427,8 @@ class Conductor:
         return self._decide(Alone(self._ref(row)), question, row, rows, parts, row)
 
     def _predict(self, question: Question, hits: IntColumn) -> TtftParts:
-        # An instance loads what the store has, whether its policy counted on that or not.
+        # An instance loads blocks that the store has, even if its routing policy ignores the store,
+        # so the prediction counts them.
         threshold = 1.0 if math.isinf(self.policy.threshold) else self.policy.threshold
         stored_len = self.count_stored(question.chains)
         return predict_ttft(self.fleet, question.prompt_len, hits, stored_len, threshold)

@@ -128,8 +128,9 @@ def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> No
     keys = chain.keys
     if not keys:
         return
-    # Each entry is a range of the chain and the rows that hold its first block. Fewer rows hold
-    # deeper blocks, so a binary search finds each row's depth.
+    # Each entry is a range of the chain of block keys, with the instances (rows) that hold its
+    # first block. An instance that holds a block holds all before it, so a binary search finds how
+    # far each one's prefix reaches.
     todo = [(0, len(keys), find(keys[0]))]
     while todo:
         begin, end, rows = todo.pop()

@@ -60,7 +60,8 @@ class StepEstimator:
     def __init__(self, prior: npt.ArrayLike = DEFAULT_COSTS) -> None:
         self.costs = np.array(prior, np.float64)
         """Seconds by feature; shape [NUM_FEATURES]."""
-        # In units of the prior all costs are about 1, whatever their features' scales.
+        # Divide each feature's cost by its prior, so that all unknowns of the regression are near 1
+        # although the features have different units.
         self._scale = np.maximum(self.costs, np.array(DEFAULT_COSTS) * 1e-3)
         self._squares = np.eye(NUM_FEATURES) * PRIOR_WEIGHT
         self._products = np.full(NUM_FEATURES, PRIOR_WEIGHT)
@@ -82,7 +83,8 @@ class StepEstimator:
             return False
         features = _list_features(step)
         if not self.num_steps:
-            # The prior says how costs compare; the first step says how fast the machine is.
+            # The prior gives the ratios between the costs, and the first measured step gives the
+            # speed of the machine: scale all costs so that they predict that step exactly.
             self._scale *= step.seconds / float(features @ self._scale)
             self.costs[:] = self._scale
         relative = float(features @ self.costs) / step.seconds - 1.0

@@ -125,7 +125,8 @@ class Fleet:
             self.load_tokens_per_s, more, constant_values=DEFAULT_TOKENS_PER_S
         )
         self.work = np.pad(self.work, ((0, 0), more))
-        # Views by name: a write to a row is seen in all of them.
+        # Each named array is a view of one column of the table, so a write to a row of the table
+        # shows in all of them.
         (
             self.num_blocks,
             self.block_size,

@@ -253,7 +253,7 @@ def replay_journal(
     decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in _CALLS.items()}
     for number, line in enumerate(source, 2):
         if not line.endswith(b"\n"):
-            return  # The server was killed while it wrote.
+            return  # The last line is incomplete: the server was killed while writing it.
         try:
             told = decode_line(line)
             arguments = decoders[told.call](told.arguments)

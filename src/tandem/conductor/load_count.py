@@ -101,7 +101,7 @@ class LoadCount:
         if load.version <= self._told.version:
             return
         self._told = load
-        # Requests are sent in the order of their numbers, so this list is sorted by number.
+        # Requests are sent in ascending order of their numbers, so this list is sorted.
         arrived = [number for number in self._sent if number <= load.num_received]
         for number in arrived:
             if number not in load.pending:

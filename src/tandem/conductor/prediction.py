@@ -63,7 +63,8 @@ def predict_ttft(
         np.divide(shared_len - prefix, fleet.load_tokens_per_s, out=transfer_s, where=is_fetched)
         prefix[is_fetched] = shared_len
     costs, budget = fleet.costs, fleet.max_batch_tokens
-    # Each step of the queue also computes one token of every request that decodes there.
+    # Each step that computes queued prompts also computes one token of every decoding request
+    # there.
     step_s = costs[0] + costs[3] * fleet.num_decoding + costs[4] * fleet.decode_tokens
     queued = fleet.queued_tokens
     queue_s = (
@@ -98,6 +99,6 @@ def predict_tpot(
     )
     queued, context = fleet.queued_tokens[rows], fleet.queued_context[rows]
     queue_s = costs[1] * queued + costs[2] * context
-    # Add the queue's part of a step: at most one full step of its tokens.
+    # Add the time that queued prompts add to a decode step: at most one full step of their tokens.
     step_share = np.minimum(fleet.max_batch_tokens[rows] / np.maximum(queued, 1.0), 1.0)
     return decode_s + np.minimum(queue_s * step_share, queue_s / num_tokens)

@@ -112,8 +112,8 @@ class RoleBalance:
             assert row is not None, name
             told[name] = work = Work(*fleet.work[:, row].tolist())
             before = self._work.get(name, work)
-            # An instance that left and joined again counts from zero, so a negative difference
-            # becomes zero.
+            # The counters of an instance that left and joined again restart at zero; treat a
+            # negative difference as zero.
             done[:, row] = np.maximum(np.subtract(work, before), 0.0)
         self._work = told
         return done

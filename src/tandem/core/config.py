@@ -403,7 +403,7 @@ def _flatten(
     for key, value in data.items():
         path = f"{prefix}{key}"
         if value is None and any(name.startswith(path + ".") for name in fields):
-            continue  # A section all of whose lines are comments.
+            continue  # The section contains only comments.
         if isinstance(value, dict) and path not in fields:
             yield from _flatten(cast("dict[str, Any]", value), fields, path + ".")
         else:

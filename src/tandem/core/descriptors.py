@@ -42,7 +42,7 @@ def is_scarce(descriptor: int) -> bool:
 
 def shut(descriptor: int) -> None:
     """Shut a connection down by its descriptor; the descriptor's owner will close it."""
-    with contextlib.suppress(OSError):  # It is gone already.
+    with contextlib.suppress(OSError):  # The descriptor may be closed already.
         connection = socket.socket(fileno=descriptor)
         try:
             connection.shutdown(socket.SHUT_RDWR)

@@ -138,7 +138,9 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.sharing != "strict":
             del fields["rounding"]
         if self.states is None:
-            del fields["states"]  # Caches of other models are older than the field.
+            # Leave an empty field out: identities of models without states must stay equal to those
+            # computed before the field existed.
+            del fields["states"]
         if self.windows is None:
             del fields["windows"]
         if not fields["layout"].get("index_layers"):

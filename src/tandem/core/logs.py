@@ -68,8 +68,8 @@ class _KeyValueFormatter(logging.Formatter):
         if record.exc_info:
             error = record.exc_info[1]
             if isinstance(error, TandemError | OSError):
-                # Log no traceback of an error of the environment: its message names the cause and
-                # the remedy.
+                # Log no traceback for an error that the environment causes: its message names the
+                # cause and the remedy.
                 line += f" error={error}"
             else:
                 line += "\n" + self.formatException(record.exc_info)
@@ -147,6 +147,6 @@ def configure_logging(process: str, level: str = LogLevel.INFO, form: str = LogF
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(LogLevel(level).upper())
-    # Silence these loggers below WARNING: they log each request, which our metrics count already.
+    # Silence these loggers below WARNING: they log every request, which our metrics count already.
     for name in ("uvicorn.access", "httpx", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)

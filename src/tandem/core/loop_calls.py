@@ -62,7 +62,7 @@ class LoopThread:
         try:
             return future.result(timeout_s)
         except BaseException:
-            future.cancel()  # Also when the waiting thread is interrupted.
+            future.cancel()  # Also cancel the call if the waiting thread is interrupted.
             raise
 
     async def call(self, work: Coroutine[Any, Any, T], where: str) -> T:

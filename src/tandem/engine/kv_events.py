@@ -117,7 +117,7 @@ class KvEventPublisher:
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(STOP_TIMEOUT_S)
 
-    # Reports from the prefix index, on the engine's thread.
+    # These methods are called by the prefix index, on the engine's thread.
 
     def note_stored(self, node: PrefixNode) -> None:
         """Publish that a block is cached."""
@@ -193,7 +193,7 @@ class KvEventPublisher:
         return {"group_idx": number, "kv_cache_spec_kind": kind} if has_groups else {}
 
     def _hash(self, key: bytes) -> bytes | int:
-        # SGLang's hashes are 64-bit integers.
+        # SGLang represents block hashes as 64-bit integers.
         is_map = self._config.encoding == "map"
         return key if is_map else int.from_bytes(key[:8], "big", signed=True)
 
@@ -209,7 +209,7 @@ class KvEventPublisher:
         if is_first and self._loop is not None:
             self._loop.call_soon_threadsafe(self._schedule)
 
-    # The publishing thread.
+    # The methods below run on the publishing thread.
 
     def _check(self, url: str) -> Endpoint:
         endpoint = parse_endpoint(url)
@@ -316,7 +316,7 @@ class KvEventPublisher:
             try:
                 socket.send_multipart([client, b"", topic, *message], zmq.NOBLOCK)
             except zmq.ZMQError:
-                break  # The client is gone, or does not read.
+                break  # Stop the replay: the subscriber has disconnected or does not read.
         if self._pump is not None:
             self._pump.note_sent()
 

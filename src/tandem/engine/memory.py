@@ -224,7 +224,7 @@ def _count_windows(config: EngineConfig, windows: WindowLayout) -> tuple[int, fl
     """Return the window blocks of running requests, and those kept for each block of the others."""
     size = config.block_size
     seen = count_window_blocks(windows.window, size)
-    # Add the blocks of one step's tokens twice: the next step is planned while one runs.
+    # Count one step's tokens twice: the next step is planned, with its own blocks, while one runs.
     fixed = config.max_running * (seen + 1) + 2 * -(-config.step_tokens // size)
     return fixed, seen * size / KEPT_WINDOW_TOKENS
 

@@ -398,7 +398,8 @@ def count_users(planned: EnginePlan, rate: float) -> int:
         rate: tokens a second of each.
     """
     calibration, told = find_kept(), planned.forecast
-    if calibration is None or told is None:  # So of models that own modules run.
+    # Models that run by transformers' own modules have no forecast.
+    if calibration is None or told is None:
         return 0
     config = planned.config
     kv_bytes = make_kv_layout(planned.model.spec, config.block_size, config.kv_dtype)

@@ -143,7 +143,7 @@ class TimelineLog:
         """Record the ends of transfers; ``reason`` is None for blocks that arrived."""
         record = self._live.get(request.request_id)
         if record is None or record.request is not request:
-            return  # The request has ended; its transfers had not.
+            return  # A transfer may end after its request has ended.
         for load in record.loads:
             ended = load.pending.intersection(block_ids)
             if not ended:

@@ -116,7 +116,7 @@ async def run_server(
     )
     try:
         settings.load()
-    except OSError as error:  # ssl.SSLError is one.
+    except OSError as error:  # ssl.SSLError is a subclass of OSError.
         listener.close()
         what = f"cannot use {config.ssl_certfile} with {config.ssl_keyfile}: {error}"
         raise ConfigError("server.run", what, field="server.ssl_certfile") from error

@@ -118,7 +118,7 @@ def trim_url(url: str) -> str:
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)
-        _ = parts.port  # Raises if it is no number of a port.
+        _ = parts.port  # Reading ``port`` raises ValueError if the port is not a number.
     except ValueError as error:
         what = f"--url {url!r}: {error}: give http://HOST:PORT"
         raise ConfigError("cli.connect", what, field="url") from error
@@ -142,7 +142,8 @@ def _find_first_model(client: "httpx.Client") -> str:
         what = f"no answer from {client.base_url}: {error}: does a server run there?"
         raise PeerLostError("cli.connect", what) from error
     except (msgspec.DecodeError, UnicodeError, LookupError, TypeError):
-        return ""  # It says what it thinks of us when it is asked for text.
+        # The reply is not a list of models; the server's error for the first request will tell why.
+        return ""
 
 
 def _open_client(url: str, key: str | None) -> "httpx.Client":

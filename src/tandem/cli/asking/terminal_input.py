@@ -53,7 +53,7 @@ def _make_terminal_reader() -> Callable[[], str | None]:
             try:
                 return session.prompt(label)
             except KeyboardInterrupt:
-                continue  # As in a shell: the line is dropped, the conversation goes on.
+                continue  # As in a shell, Ctrl-C drops the line and the conversation continues.
 
     return lambda: _read_lines(ask)
 
@@ -64,7 +64,7 @@ def _open_history() -> Path | None:
         file = HISTORY_FILE.expanduser()
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         file.touch(mode=0o600)
-    except (OSError, RuntimeError):  # The latter where no home is known.
+    except (OSError, RuntimeError):  # RuntimeError: the home folder is unknown.
         return None
     return file
 

@@ -133,7 +133,8 @@ def _render_phases(
         row = _row("prefill", zero_s + admitted_s, zero_s + first_s, total_s)
         lines.append(f"{row}  {told.num_prefill_steps} steps, {_time(told.prefill_s)}")
     else:
-        first_s = admitted_s  # It goes on after the first token of another instance.
+        # This instance continues a request whose first tokens another instance has computed.
+        first_s = admitted_s
     if told.first_token_s is not None and told.num_decode_steps:
         end_s = zero_s + now_s if ended_s is None else max(ended_s, zero_s + first_s)
         row = _row("decode", zero_s + first_s, end_s, total_s)

@@ -82,7 +82,8 @@ def serve(
     # The access log writes one line per request at INFO, whatever the log level of everything else.
     is_logged = settings.server.access_log
     logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
-    raise_limit()  # A stream of an answer is a descriptor; children inherit the limit.
+    # Each streamed answer needs a file descriptor; child processes inherit the raised limit.
+    raise_limit()
     asyncio.run(_serve(settings, log_level, log_format, json=json, with_rejected=rejected))
 
 
@@ -219,5 +220,5 @@ def show_loading(*, quiet: bool) -> Iterator[Any]:
     try:
         yield show
     finally:
-        if is_drawn:  # Else it would print an empty line.
+        if is_drawn:  # Without a drawn bar, stopping would print an empty line.
             bars.stop()

@@ -73,8 +73,8 @@ def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> Timeline
             case "layer":
                 return time.parts.gpu - time.shared_gpu
             case "shared":
-                # Routed experts on the GPU run at the same place as shared ones: while the CPU
-                # computes its experts.
+                # Routed experts on the GPU run at the same time as the shared experts: while the
+                # CPU computes its experts.
                 return time.shared_gpu + time.parts.gpu_experts
             case "submit":
                 return time.parts.cpu_experts

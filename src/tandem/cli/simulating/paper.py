@@ -43,7 +43,8 @@ def paper(
         sys.stderr.write(f"run {done + 1}: {what}\n")
 
     complete = [*list_tables(whole)] if whole else []
-    next(read_rows(trace), None)  # A file that cannot be read is found before the first run.
+    # Read one row first, so that an unreadable file is found before the first run.
+    next(read_rows(trace), None)
     runs = Runs(trace, requests, work, show)
     if fit:
         for each in read_fits():

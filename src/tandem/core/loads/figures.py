@@ -35,7 +35,8 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         is_in_time = not record.error and all(
             limit is None or 1000 * value <= limit for limit, value in figures
         )
-        # Test the time between tokens last: it is costly, since it sorts the times of an answer.
+        # Check the time between tokens last: it is the expensive check, because it sorts all token
+        # times of the answer.
         return is_in_time and (self.tbt is None or 1000 * record.tbt_s <= self.tbt)
 
 

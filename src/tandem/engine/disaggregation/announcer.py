@@ -149,7 +149,7 @@ class PrefillAnnouncer:
         """
         view = self._engine.find_prefill(question.request_id)
         if view is None:
-            # No such prefill is known, but the request may still be on its way to this instance.
+            # This prefill is unknown, but its request may still be on the way to this instance.
             is_to_come = question.run is None and not self._engine.has_ended_prefill(
                 question.request_id
             )
@@ -196,8 +196,8 @@ class PrefillAnnouncer:
         after = self._find_run(question)
         if after is None:
             return KvAnswer(run=None)
-        # Indexing merges equal blocks; the block may then have been reused, so the checksum is
-        # void.
+        # The prefix index merges equal blocks. This block was replaced by an equal one and may have
+        # been overwritten while its checksum was computed, so discard the checksum.
         is_moved = [after.block_ids[position] for position in question.verify] != block_ids
         verified = () if is_moved else tuple(zip(block_ids, checksums, strict=True))
         return KvAnswer(run=question.run, is_held=after.is_held, verified=verified)

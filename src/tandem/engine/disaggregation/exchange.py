@@ -74,7 +74,7 @@ class KvExchange:
             try:
                 counters, lanes = core.counters(segment_id), core.rails(segment_id)
             except NotFoundError:
-                continue  # Closed meanwhile.
+                continue  # The peer's segment was closed in the meantime.
             for (transport, _, what), count in counters.items():
                 if what == "bytes":
                     rail = f"{transport} {address}"
@@ -180,5 +180,6 @@ class KvExchange:
         """End all reads, here and by others; the memory lives on with its arrays."""
         if self.reader is not None:
             self.reader.stop()
-        with contextlib.suppress(TandemError):  # A peer that hangs keeps it until we end.
+        # Ignore a timeout: a peer that hangs keeps the connection open until this process ends.
+        with contextlib.suppress(TandemError):
             self.transfer.close(deadline_s=2.0)

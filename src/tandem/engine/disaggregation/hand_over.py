@@ -122,7 +122,9 @@ class HandOver:
                 await self._read(batch)
                 await self._verify(batch)
                 if self._answer.run is None:
-                    break  # Asked again, the instance reports its state.
+                    # The prefill's run has ended: leave the loop and ask the instance for its
+                    # current state.
+                    break
         if self._state is not None:
             await self._read_state(self._state)
         if self._windows:

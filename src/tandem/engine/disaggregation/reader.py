@@ -100,7 +100,7 @@ class PeerReader:
             return
         try:
             self._loop.call_soon_threadsafe(self._take, plan.dropped, plan.loads)
-        except RuntimeError:  # The loop has ended with the instance.
+        except RuntimeError:  # The event loop was closed when the instance ended.
             self._fail(plan.loads, "offline")
 
     def _take(self, dropped: Sequence[BlockLoad], loads: Sequence[BlockLoad]) -> None:
@@ -142,7 +142,7 @@ class PeerReader:
             if isinstance(error, PeerLostError) and peer is not None:
                 peer.is_lost = True
             logger.info("event=kv_hand_over_failed request=%s error=%s", request.request_id, error)
-        except Exception:  # The edge of a task: its blocks must be returned after any error.
+        except Exception:  # Boundary of a task: its blocks must be returned after any error.
             reading.reason = "internal"
             logger.exception("hand-over of request %s", request.request_id)
 

@@ -39,7 +39,7 @@ class OpenedPool:
 
     def close(self) -> None:
         """Close the segment and its connection."""
-        with contextlib.suppress(TandemError):  # Its engine may be closed.
+        with contextlib.suppress(TandemError):  # The transfer engine may have been closed already.
             self.segment.close()
 
 

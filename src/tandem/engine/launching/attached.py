@@ -154,8 +154,8 @@ class AttachedCluster(ClusterClient):
             self._common,
             name=entry.name,
             role=entry.role,
-            # Only the launcher's configuration has addresses; a default here marks the instance as
-            # a reader.
+            # Only the launcher has the addresses of the transfer engine; a default configuration
+            # here just tells that the instance reads other instances' KV.
             transfer=TransferConfig() if entry.reads_others else None,
         )
 
@@ -165,8 +165,8 @@ class AttachedCluster(ClusterClient):
             on_change=self._note_change,
             on_stage=self._show_stage,
             launcher=AttachedLauncher(self._rosters, spec.name, self._connect),
-            # Do not bound first starts: the launcher restarts the instance whatever this server has
-            # seen.
+            # Do not limit failed first starts: the launcher restarts the instance independently of
+            # this server.
             max_first_starts=None,
         )
 
@@ -205,7 +205,7 @@ class AttachedCluster(ClusterClient):
 
     async def _keep_synced(self) -> None:
         assert self._starting is not None, "entered before"
-        # Wait for the start to end: it enters members one by one.
+        # Wait for the start to end, because it enters the members one after the other.
         await asyncio.wait((self._starting,))
         while True:
             await self._stale.wait()

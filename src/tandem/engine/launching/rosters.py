@@ -234,7 +234,8 @@ async def _find_places(url: str) -> list[str]:
         return [url]
     loop = asyncio.get_running_loop()
     found: list[str] = []
-    with contextlib.suppress(OSError):  # A name that is not known yet, or not at the moment.
+    # Ignore host names that DNS cannot resolve now; they are looked up again later.
+    with contextlib.suppress(OSError):
         for family, _, _, _, address in await loop.getaddrinfo(
             endpoint.host, endpoint.port, type=socket.SOCK_STREAM
         ):

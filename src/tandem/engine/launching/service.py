@@ -129,7 +129,7 @@ class OwnedCluster(ClusterClient):
             try:
                 stats = await member.call(STATS, Empty())
             except TandemError:
-                return  # It has died: there is nothing to wait for.
+                return  # The instance has died, so there is nothing to wait for.
             if not (stats.num_running or stats.num_waiting):
                 return
             await asyncio.sleep(IDLE_LOOK_S)
@@ -291,7 +291,8 @@ class LauncherService:
         )
 
     def _make_roster(self) -> Roster:
-        # Add the launcher's identity to the run: a restarted launcher counts starts from one again.
+        # Add the launcher's id to the run's name: a restarted launcher numbers its starts from one
+        # again.
         entries = [
             msgspec.structs.replace(each, run=f"{self._identity.instance_id}-{each.run}")
             if each.run
@@ -315,7 +316,8 @@ class LauncherService:
         for peer in self._server.peers:
             try:
                 peer.push(roster)
-            except TandemError as error:  # It asks again when it has connected again.
+            # A server that lost its connection asks for the roster again after it has reconnected.
+            except TandemError as error:
                 logger.info("event=roster_not_told peer=%s reason=%s", peer.name, error)
 
     async def _change(self, _: Peer, change: ChangeRoster) -> Roster:

@@ -64,7 +64,7 @@ async def end_child(
         timeout_s = LOST_TIMEOUT_S if is_lost else EXIT_TIMEOUT_S
         await asyncio.wait_for(asyncio.shield(exited), timeout_s)
     except TimeoutError:
-        # SIGKILL: a stopped process does not react to a request to end.
+        # Use SIGKILL, since a stopped (SIGSTOP) process does not handle SIGTERM.
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await exited

@@ -149,7 +149,7 @@ class Instance:
         self._has_loaded = threading.Event()
         self._register()
 
-    # The event loop's side.
+    # The methods below run on the event loop.
 
     def _register(self) -> None:
         server = self._server
@@ -168,15 +168,15 @@ class Instance:
         return self._api
 
     async def _handle(self, method: InstanceMethod[Any, Any], peer: Peer, request: Any) -> Any:
-        # Every method is a coroutine, so that calls arriving in one turn of the loop begin in
-        # order.
+        # Every method is a coroutine, so that calls received in one iteration of the event loop
+        # begin in the order in which they came.
         if self._api is None and method is STATS:
             return InstanceStats(stage=self._stage.stage)
         return await self._require_api().handle(method, peer, request)
 
     def _take_event(self, peer: Peer, event: CancelRequest | ReleaseHold) -> None:
-        # Defer to the next turn of the loop: the ``_add`` that the event refers to may have arrived
-        # in this turn and begins only in the next one.
+        # Defer the event to the next iteration of the loop: the ``_add`` call of its request may
+        # have been received in this iteration, and begins only in the next one.
         if self._api is not None:
             asyncio.get_running_loop().call_soon(self._api.take_event, peer, event)
 
@@ -200,7 +200,7 @@ class Instance:
             with contextlib.suppress(TandemError):
                 peer.push(self._stage)
 
-    # Called by both the event loop and the main thread.
+    # The methods below are called on the event loop and on the main thread.
 
     def set_stage(self, stage: StageChanged) -> None:
         """Set the stage, or the progress within it, and tell the servers. Any thread."""
@@ -219,7 +219,7 @@ class Instance:
         """True if the instance has no work that ending it would interrupt."""
         return not self._has_loaded.is_set() and self._stage.stage is not InstanceStage.FAILED
 
-    # The main thread's side.
+    # The methods below run on the main thread.
 
     def run(self) -> int:
         """Serve until told to stop; return the process's exit status."""
@@ -234,7 +234,8 @@ class Instance:
             # The server reports the failure; an ERROR line here would print it twice.
             logger.info("event=instance_failed error=%s", error)
             self.set_stage(StageChanged(InstanceStage.FAILED, error.what))
-            # Stay alive in the stage FAILED: a restart would fail alike, so the server decides.
+            # Stay alive in the stage FAILED: a restart would fail for the same reason, so the
+            # server decides.
             self._stopping.wait()
             return 1
         finally:
@@ -434,7 +435,8 @@ class _ServerWatch:
 
 def main() -> int:
     """Entry point of ``python -m tandem.engine.process.instance``."""
-    # Ctrl-C in a terminal goes to the whole group; the server drains first and then tells us.
+    # Ctrl-C in a terminal sends SIGINT to the whole process group. Ignore it here: the server
+    # drains first and then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch = _ServerWatch()
     line = sys.stdin.buffer.readline()
@@ -442,11 +444,12 @@ def main() -> int:
         import_libraries()
         line = sys.stdin.buffer.readline()
     if not line:
-        return 0  # The server is gone, or does not need another instance.
+        return 0  # End of input: the server has ended, or does not need this process.
     spec = read_spec(line)
     configure_logging(spec.name, spec.log_level, spec.log_format)
     if spec.cores:
-        # Set the affinity of each existing thread: libraries started some; later ones inherit it.
+        # Set the affinity of each existing thread: imported libraries have started some. Threads
+        # started later inherit it.
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), spec.cores)
     instance = watch.instance = Instance(spec)

@@ -219,7 +219,8 @@ class InstanceApi:
         try:
             num_stored_blocks, lookup = await self._look_up(request)
             if owner is peer and self._owners.get(request.request_id) is not peer:
-                return Empty()  # Cancelled while the store was asked.
+                # The request was cancelled while the store was being asked for its blocks.
+                return Empty()
             with self._counting:
                 engine.add(request, num_stored_blocks=num_stored_blocks, lookup=lookup)
                 arrivals.pending.discard(request.number)
@@ -284,7 +285,7 @@ class InstanceApi:
         elif self._owners.get(event.request_id) is peer and not self.engine.cancel(
             event.request_id
         ):
-            # The engine does not know the request: it is not added yet, or has just ended.
+            # The engine does not know the request: it has not been added yet, or has just ended.
             self._owners.pop(event.request_id, None)
 
     async def _open_peer(self, _: ServerPeer, facts: KvPeer) -> Empty:
@@ -393,8 +394,8 @@ class InstanceApi:
             event = StepOutputs(
                 by_peer.get(peer, []), load, steps if load is not None else [], blocks
             )
-            # Suppress the error of a lost peer: its requests are being cancelled on the other
-            # thread.
+            # Ignore the error of a lost server: the event loop's thread is already cancelling its
+            # requests.
             with contextlib.suppress(TandemError):
                 peer.push_threadsafe(event)
 

@@ -55,8 +55,8 @@ class _Keys:
         if self._is_remembered:
             (self._held.add if is_held else self._held.discard)(key)
         for changes in self._changes.values():
-            # Move the latest change to the end: it is reported first, being the likeliest to be
-            # looked up.
+            # Move the latest change to the end: it is reported first, because it is the most likely
+            # to be looked up.
             changes.pop(key, None)
             changes[key] = is_held
 
@@ -133,7 +133,7 @@ class BlockInventory:
             for key in keys:
                 self._in_store.note(cut_key(key), is_held=is_there)
 
-    # Reports from the prefix index.
+    # These methods are called by the prefix index.
 
     def note_stored(self, node: PrefixNode) -> None:
         """Record that a block is now findable in the index."""

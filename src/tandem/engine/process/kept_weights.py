@@ -40,10 +40,11 @@ class KeptWeights:
         try:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: the file is empty.
+        except (OSError, ValueError) as error:  # mmap raises ValueError for an empty file.
             logger.warning("event=weights_not_kept path=%s reason=%s", path, error)
             return
-        with suppress(OSError):  # An older kernel brings pages in when they are read.
+        # Kernels without this madvise flag load the pages when they are first read.
+        with suppress(OSError):
             mapped.madvise(MADV_POPULATE_READ)
         self._mapped.append(mapped)
         self.size_bytes += len(mapped)

@@ -106,8 +106,8 @@ class ProcessLauncher:
 
     async def prepare(self) -> None:
         """Start a process that imports libraries and then waits for its settings."""
-        # Make a writable folder first: without one, libraries fail obscurely while they are
-        # imported.
+        # Make a writable folder first: without one, some libraries fail to import, with unclear
+        # errors.
         self._make_folder()
         if self._prepared is None:
             self._prepared = await start_child(MODULE)
@@ -124,8 +124,8 @@ class ProcessLauncher:
         process, self._prepared = self._prepared, None
         if process is not None:
             exited = asyncio.create_task(process.wait())
-            # Kill the prepared process: it has no work to finish and reads no input while it
-            # imports.
+            # Kill the prepared process: it has no requests to finish, and does not read its input
+            # during imports.
             await end_child(process, exited, is_lost=True)
 
     async def close(self) -> None:

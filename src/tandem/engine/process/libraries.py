@@ -15,7 +15,7 @@ LIBRARIES = (
     "tandem.engine.build",
     "tandem.engine.disaggregation.exchange",
     "tandem.engine.tiers.service",
-    # Every model's transformers module imports these.
+    # The transformers modules of all models import these.
     "transformers.modeling_utils",
     "transformers.generation.utils",
     "transformers.modeling_layers",

@@ -157,7 +157,8 @@ class InstanceSession:
     def cancel(self, request_id: str) -> None:
         """Cancel a request at the instance; its later outputs are dropped."""
         self._sinks.pop(request_id, None)
-        with contextlib.suppress(TandemError):  # A dead instance has forgotten it anyway.
+        # Ignore errors of an instance that has died: it no longer has the request.
+        with contextlib.suppress(TandemError):
             self._client.push(CancelRequest(request_id=request_id))
 
     def release_hold(self, request_id: str) -> None:
@@ -178,12 +179,13 @@ class InstanceSession:
             for output in event.outputs:
                 put = self._sinks.get(output.request_id)
                 if put is None:
-                    continue  # Cancelled; its last output comes too late to matter.
+                    continue  # The request was cancelled, so its last output is discarded.
                 if output.finish_reason is not None:
                     del self._sinks[output.request_id]
                 put(output)
         elif event.stage is InstanceStage.READY:
-            self._ready.set()  # We are ready when we know what runs.
+            # The session is ready once the instance has told which model it runs.
+            self._ready.set()
         else:
             self._on_stage(event)
             if event.stage is InstanceStage.FAILED and not self._lost.done():

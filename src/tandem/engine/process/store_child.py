@@ -132,11 +132,13 @@ class StoreChild:
         while True:
             reason = self._loss = await self._run_process(started)
             if self._serves:
-                # Reset the pause: this process served, so earlier failures no longer count.
+                # Reset the pause between restarts: this process has served, so earlier failures no
+                # longer count.
                 pause_s = RESTART_PAUSE_S
             self._serves = False
             if not started.done():
-                # Do not restart a store that failed its first start: a restart would fail alike.
+                # Do not restart a store that failed its first start: a restart would fail for the
+                # same reason.
                 started.set_exception(PeerLostError("engine.start_store", reason))
                 return
             logger.error("event=store_lost reason=%r restart_in_s=%.1f", reason, pause_s)

@@ -150,8 +150,8 @@ class InstanceSupervisor:
         Its libraries are imported, and packed weights stay mapped.
         """
         if self._kept is None and self._info is not None:
-            # Map the packed weights before the process that maps them ends, so that the pages stay
-            # cached.
+            # Map the packed weights before the old process ends, so that their pages stay in the
+            # page cache.
             folders = self._info.packed_folders
             self._kept = await asyncio.to_thread(KeptWeights, folders)
         self._awake.clear()
@@ -221,8 +221,8 @@ class InstanceSupervisor:
             limit = self._max_first_starts
             is_hopeless = limit is not None and num_failed_starts >= limit
             if is_first and (self._stage.stage is InstanceStage.FAILED or is_hopeless):
-                # The instance said why it cannot serve, or keeps dying: report the failure to the
-                # caller.
+                # The instance reported why it cannot serve, or dies again and again: report the
+                # failure to the caller.
                 self._set_stage(StageChanged(InstanceStage.FAILED, reason))
                 self._settled.set()
                 return
@@ -270,7 +270,7 @@ class InstanceSupervisor:
             self._session, self._info = None, None
             is_lost = self._was_ready
             if self._was_ready:
-                # Show the stage before the process is ended: that takes seconds if the process
+                # Show the new stage before ending the process, which takes seconds if the process
                 # hangs.
                 self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
             return reason
@@ -299,8 +299,8 @@ class InstanceSupervisor:
         self._was_ready = True
         self._set_stage(StageChanged(InstanceStage.READY))
         if self._settled.is_set():
-            # Log the recovery at the level of the loss, so that a reader of that line sees its end
-            # too.
+            # Log the recovery at the same level as the loss, so that whoever saw the loss also sees
+            # its end.
             logger.warning(
                 "event=instance_back restarts=%d pid=%d load_s=%.1f",
                 self.num_restarts,

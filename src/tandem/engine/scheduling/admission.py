@@ -48,7 +48,8 @@ class Admission:
                 continue
             if awaits_prefill(state, request, now_s) or self._is_barred(request, now_s):
                 continue
-            # Let no request overtake one that lacks blocks, or large requests would starve.
+            # Stop here if this request lacks blocks: if later requests could overtake it, large
+            # requests would never start.
             if not self._admit(plan, request, budget, reserved, now_s):
                 return
             reserved += state.count_outstanding(request)
@@ -90,8 +91,8 @@ class Admission:
             is_new = request.state is not RequestState.PREEMPTED
             shares[request.client] += 1
             share = shares[request.client] / request.weight
-            # Among clients with equally many running requests, the one whose request came first
-            # goes first.
+            # Among clients with equally many running requests, the client whose request arrived
+            # first goes first.
             order = request.sequence_id
             keyed.append((request.priority, is_new, share if is_new else 0.0, order, request))
         keyed.sort(key=lambda entry: entry[:4])
@@ -121,8 +122,8 @@ class Admission:
         if self._fits(request, match, budget, reserved):
             self._start(plan, request, match, budget, now_s)
             return True
-        # Retry without a copy inside a block: a copy pins its source and its destination, while
-        # computing those tokens pins only one block.
+        # Retry without copying part of a block: a copy needs two blocks (source and destination),
+        # while computing the same tokens needs one.
         match = self._state.prefix.find(request, at_blocks=True)
         if self._fits(request, match, budget, reserved):
             self._start(plan, request, match, budget, now_s)
@@ -135,8 +136,8 @@ class Admission:
             return False
         if state.windows is not None and not state.windows.can_start(request, match, state.running):
             return False
-        # Preemption cannot free committed blocks (holds, loads): running requests must be able to
-        # reach full length without them.
+        # Preemption cannot free blocks that are committed to holds and loads, so running requests
+        # must be able to reach full length without them.
         committed = state.count_committed() - state.loads.count_releasable(request)
         if request.prefill_lease_s is not None:
             committed += state.count_largest()
@@ -145,8 +146,8 @@ class Admission:
         if state.running:
             needed = state.count_lookahead(request) + reserved
         else:
-            # A request that runs alone can have every block, so only its first chunk must fit; it
-            # never waits without end.
+            # A request that runs alone can have every block, so only its first chunk must fit now;
+            # it cannot wait forever.
             needed = state.count_blocks(min(match.num_tokens + budget, request.num_tokens))
         needed -= len(match.nodes)
         return needed <= state.count_available(needed) - state.index.count_evictable(match)
@@ -186,8 +187,8 @@ class Admission:
         loaded = request.load.loaded_blocks
         num_loaded = max(min(loaded.stop, len(match.nodes)) - loaded.start, 0)
         report.num_loaded_tokens = num_loaded * state.config.block_size
-        # Count a prefix lookup only on the instance that first has the request: what that instance
-        # computed is no work saved for the client when another one continues.
+        # Count a prefix lookup only on the first instance of a request: if another instance
+        # continues it, tokens computed by the first one are no cache hits for the client.
         if request.prefill_kv is None and not request.output_ids:
             counters.num_prefix_queries += 1
             counters.prefix_query_tokens += request.prompt_len

@@ -121,8 +121,8 @@ class BlockPool:
         self._memory = memory
         self._num_reserved = num_blocks if memory is None else 0
         self._num_begun = 0
-        # A stack: the block freed last, still warm in the CPU's caches, is reused first. Blocks
-        # that were never used come last, in ascending order of id.
+        # Use a stack, so that the block freed last is reused first, while it is still in the CPU's
+        # caches. Blocks never used come last, in ascending order of id.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._num_refs = [0] * num_blocks
         self._is_held = [False] * num_blocks

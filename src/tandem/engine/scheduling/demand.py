@@ -42,6 +42,8 @@ def _count_queued(request: Request) -> int:
     if request.state is RequestState.RUNNING:
         return request.num_remaining_tokens if request.queue.is_prefilling else 0
     if request.state is RequestState.LOADING or request.prefill_kv is not None:
-        return 0  # They are read from where they were computed.
+        # Its blocks are read from another instance or the store, so none of its tokens are computed
+        # here.
+        return 0
     # Use the server's estimate of cached tokens: the real count is known only at admission.
     return max(request.num_remaining_tokens - request.expected_len, 0)

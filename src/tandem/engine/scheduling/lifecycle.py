@@ -48,7 +48,8 @@ class Lifecycle:
             raise ConflictError(
                 "engine.add", f"blocks of a request {request.request_id!r} are held: release them"
             )
-        # A request that the next step admits does not wait, so free slots count as room.
+        # Free slots of the running set count as room, because the next step admits requests to them
+        # at once.
         limit = state.config.max_running + state.config.max_queue
         num_blocks = state.count_blocks(request.num_tokens)
         if num_blocks > state.pool.num_blocks:
@@ -77,7 +78,9 @@ class Lifecycle:
             if queue.max_total_tokens > request.prompt_len + 1:
                 queue.max_total_tokens = request.prompt_len + 1
             else:
-                request.prefill_lease_s = None  # It ends with its first token in any case.
+                # A request limited to one token ends with the prefill anyway, so its blocks need
+                # not be held.
+                request.prefill_lease_s = None
         if request.prefill_kv is not None:
             # Stop waiting for the prefill's blocks when the lease on them ends.
             request.load.wait_until_s = request.arrival_s + request.prefill_kv.handle.lease_s
@@ -151,7 +154,9 @@ class Lifecycle:
         if missing:
             raise ConflictError("engine.complete", f"no token sampled for requests {missing}")
         state.in_flight.popleft()
-        # Release copy sources before block tables: the LRU order must list leaves before parents.
+        # Release the source blocks of copies before the requests' own blocks. Copy sources are
+        # deeper in the prefix tree, and blocks released first are evicted first; a child must be
+        # evicted before its parent.
         for copy in plan.copies:
             state.prefix.release_copied(copy.src_block_id)
         if state.windows is not None:
@@ -170,8 +175,8 @@ class Lifecycle:
                 ended.append(request)
         if state.states is not None:
             for save in plan.state_saves:
-                # Index the tail of the request as well: a snapshot is useful only with the KV
-                # before it.
+                # Also index the partial last block of the request: a snapshot can be used only if
+                # the KV before it can be found.
                 state.prefix.index_tail(save.request)
             failed = {name for name, reason in finished.items() if reason is FinishReason.ERROR}
             state.states.end_saves(plan, failed)
@@ -193,8 +198,8 @@ class Lifecycle:
             elif sequence.block_table is table and sequence.window is window:
                 kept.append(sequence)
             else:
-                # The index may have replaced a block of the plan by an equal one: use the new
-                # tables.
+                # The index may have replaced a block of the plan by an equal one, so renew the
+                # block tables.
                 kept.append(sequence._replace(block_table=table, window=window))
         plan.sequences = kept
         if state.states is not None:
@@ -232,7 +237,8 @@ class Lifecycle:
             return FinishReason.CANCELLED
         num_known = request.num_tokens
         if token_ids:
-            # If several tokens come, this step also computed all but the last, as verified drafts.
+            # Several new tokens are verified draft tokens; this step has computed the KV of all but
+            # the last.
             taken = token_ids[: limit - num_known]
             request.output_ids += taken
             num_known += len(taken)
@@ -245,7 +251,8 @@ class Lifecycle:
                 request.report.first_token_s = now_s
         if reason is not None:
             return reason
-        # A prompt that is only scored reaches its full length without sampling a token.
+        # A request that only scores its prompt ends when the whole prompt is computed; it samples
+        # no token.
         if num_known >= limit and (sequence.wants_sample or request.num_remaining_tokens == 0):
             is_prefill = request.prefill_lease_s is not None
             return FinishReason.PREFILLED if is_prefill else FinishReason.LENGTH
@@ -277,7 +284,8 @@ class Lifecycle:
 
     def _add_deadline(self, request: Request, deadline_s: float) -> None:
         heapq.heappush(self._deadlines, (deadline_s, request.sequence_id, request))
-        # Drop entries of ended requests: most requests end long before their deadline.
+        # Rebuild the list without ended requests: most requests end long before their deadline, so
+        # the list would grow without bound.
         if len(self._deadlines) > 2 * len(self._state.requests) + MAX_CANDIDATES:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].is_finished]
             heapq.heapify(self._deadlines)

@@ -47,8 +47,8 @@ class LoadPlanning:
         largest = state.count_largest()
         for request in self._admission.order_waiting(now_s):
             match = state.prefix.find_blocks(request)
-            # Matched blocks will be pinned by the load, so evictable matched blocks do not count as
-            # room.
+            # The load will pin the matched blocks, so those of them that are evictable now do not
+            # count as room.
             room = min(
                 state.count_available() - state.index.count_evictable(match) - reserved,
                 state.pool.num_blocks - state.count_committed() - len(match.nodes) - largest,
@@ -71,16 +71,18 @@ class LoadPlanning:
         if awaits_prefill(state, request, now_s):
             keys = state.prefix.list_prompt_keys(request, len(match.nodes))
             if len(keys) > room:
-                return []  # Another instance has computed it: wait for room.
+                # Do not load fewer blocks: another instance has computed all of them, so wait for
+                # room.
+                return []
             if state.states is not None:
-                # A request that loads its state starts with it, so the slot may evict any snapshot.
+                # The request cannot start without this state, so its slot may evict any snapshot.
                 slot = state.states.take_for_load(None)
                 if slot == NO_SLOT:
                     return []
                 loaded_state = (b"", slot)
             if state.windows is not None:
-                # List the window blocks as the prefill has them at its end; the prompt's tail has
-                # no key.
+                # List the window blocks at the end of the prompt; the prompt's partial last block
+                # has no key.
                 lacking = state.windows.list_lacking(match.nodes, request.prompt_len)
                 blocks = state.windows.take_for_load(len(lacking), state.running)
                 if blocks is None:
@@ -109,8 +111,8 @@ class LoadPlanning:
         was_short = state.pool.is_short
         state.pool.reserve(len(keys))
         if state.pool.is_short and not was_short:
-            # Give everything back: memory ran short after the room was counted, and the next plan
-            # counts anew.
+            # Give all blocks back: memory ran short after the room was counted. The next plan
+            # counts again.
             if loaded_state is not None and state.states is not None:
                 state.states.free(loaded_state[1])
             for window in windows:

@@ -179,11 +179,11 @@ class BlockLoads:
         ]
         self._num_pinned += len(path) + len(loads)
         if state is not None:
-            # Load the state last, so that it is taken in when all blocks before it have arrived.
+            # Load the state last: it can be used only when all blocks before it have arrived.
             state_key, slot = state
             end = len(path) + len(loads)
             loads.append(BlockLoad(request, end, state_key, make_state_id(slot), request.kv_source))
-        # Load window blocks last too, so that all blocks before them have arrived.
+        # Load window blocks last: they can be used only when all blocks before them have arrived.
         loads += [
             BlockLoad(request, w.position, w.key, make_window_id(w.block_id), request.kv_source)
             for w in windows

@@ -176,7 +176,7 @@ class PrefixIndex:
         self._pool = pool
         self._block_size = block_size
         self._identities = {"": identity}
-        # A root lives as long as it has children or a request stands on it.
+        # Weak references: a root is freed when it has no children and no request refers to it.
         self._roots: WeakValueDictionary[bytes, PrefixNode] = WeakValueDictionary()
         self._by_key: dict[bytes, PrefixNode] = {}
         self._by_block: dict[int, PrefixNode] = {}
@@ -286,7 +286,8 @@ class PrefixIndex:
         count = 0
         if match.source is not None and pool.get_num_refs(match.source.block_id) == 0:
             count += 1
-        # References are closed towards the root, so the first referenced node ends the search.
+        # If a node is referenced, so are all nodes between it and the root; the first referenced
+        # node from the end therefore ends the search.
         for node in reversed(match.nodes):
             if pool.get_num_refs(node.block_id) > 0:
                 break
@@ -311,7 +312,8 @@ class PrefixIndex:
         Blocks in the index become the most recently used; the others are free.
         """
         release = self._pool.release
-        # Leaf first: the LRU order must list children before their parents.
+        # Release from the leaf to the root: blocks released first are evicted first, and children
+        # must be evicted before their parents.
         for block_id in reversed(block_ids):
             if release(block_id):
                 self._lru[self._by_block[block_id]] = None
@@ -446,7 +448,7 @@ class PrefixIndex:
         assert num_full == len(self._by_key), f"{num_full} full nodes, {len(self._by_key)} keys"
 
     def _remember(self, key: bytes, reason: MissReason) -> None:
-        # Remove and re-insert the key, so that the dictionary's order is from oldest to latest.
+        # Remove and re-insert the key, so that the dictionary stays ordered from oldest to latest.
         self._forgotten.pop(key, None)
         if len(self._forgotten) >= MAX_FORGOTTEN:
             del self._forgotten[next(iter(self._forgotten))]
@@ -462,8 +464,9 @@ class PrefixIndex:
         siblings = parent.sorted_tokens
         position = bisect_left(siblings, tokens)
         if position > 0 and tokens.startswith(siblings[position - 1]):
-            # This block continues a shorter tail and can answer every lookup of it, so the tail is
-            # dropped. A tail that a request still reads stays until it is evicted in LRU order.
+            # This block contains all tokens of the shorter partial block beside it and can serve
+            # every lookup of that one, so drop the shorter one; if a request still reads it, leave
+            # it to LRU eviction.
             shorter = parent.children[siblings[position - 1]]
             if shorter in self._lru:
                 del self._lru[shorter]

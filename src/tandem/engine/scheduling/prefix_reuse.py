@@ -199,7 +199,8 @@ class PrefixReuse:
         request.num_computed_tokens = match.num_tokens
         request.prefix.num_indexed_blocks = len(shared)
         if self.is_enabled:
-            # Set the node after ``acquire``: a root without children lives by this reference alone.
+            # Set the node after ``acquire``: a root without children is kept alive by this
+            # reference alone.
             request.prefix.node = (
                 match.nodes[-1]
                 if match.nodes

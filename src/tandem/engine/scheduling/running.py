@@ -27,7 +27,7 @@ class RunningPlanner:
         """Give one token to each running request that has computed all but its last one."""
         running, windows = self._state.running, self._state.windows
         position = 0
-        # Iterate by position: preemption removes victims behind it from the list.
+        # Iterate by index: preemption removes requests behind this position from the list.
         while position < len(running):
             request = running[position]
             position += 1
@@ -106,7 +106,7 @@ class RunningPlanner:
             num_released.update(victim.block_table)
             yielded = {b for b in victim.block_table if num_released[b] == pool.get_num_refs(b)}
             if yielded:
-                # Preempt only candidates whose blocks become free; the others keep running.
+                # Preempt only requests that hold one of the freed blocks; the others keep running.
                 return [v for v in candidates if not yielded.isdisjoint(v.block_table)]
         return []
 

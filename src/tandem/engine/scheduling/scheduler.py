@@ -330,15 +330,17 @@ class Scheduler:
         if plan.sequences or plan.loads or plan.expired or plan.starved:
             return -math.inf
         state = self._state
-        # No request can be scheduled now: all wait for transfers. Wake at the earliest of these
-        # times.
+        # No request can be scheduled now, because all wait for transfers. Return the earliest time
+        # at which one of them may go on.
         wake_s = min(self._lifecycle.next_deadline_s, state.holds.next_end_s)
         if state.pool.is_short and state.requests:
             wake_s = min(wake_s, self._retry_s)
         for request in state.loading:
             wake_s = min(wake_s, request.load.wait_until_s)
         for request in state.waiting:
-            # At these times the order of the queue changes, and another request in front may fit.
+            # When a waiting request has been passed over for too long, or its wait for a load ends,
+            # it changes its place in the queue. The request that is then first may fit, so plan
+            # again at that time.
             passed_over_s = request.arrival_s + self._config.max_passover_s
             for moment_s in (passed_over_s, request.load.wait_until_s):
                 if moment_s > now_s:
@@ -354,8 +356,8 @@ class Scheduler:
         elif self._starved_since_s is None:
             self._starved_since_s = now_s
         elif now_s - self._starved_since_s >= MEMORY_WAIT_S:
-            # End the most urgent request: all others have already yielded their blocks to it, and
-            # they may need fewer.
+            # End the most urgent request: all others have already given up their blocks for it and
+            # it still does not fit, while they may need fewer blocks.
             request = (state.running or state.waiting)[0]
             self._lifecycle.finish(request, FinishReason.ERROR, now_s)
             plan.starved.append(request)

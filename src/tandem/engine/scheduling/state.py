@@ -81,7 +81,8 @@ class SchedulerState:
             pool, index, self.prefix, config.block_size, counters, self.states, self.windows
         )
         self.holds = BlockHolds(pool, index, self.states, self.windows)
-        # The last token of a request needs no KV, but a prompt that is only scored does.
+        # The last generated token needs no KV, but the last token of a prompt that is only scored
+        # does.
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.requests: dict[str, Request] = {}
         self.shares = ClientShares()

@@ -29,7 +29,8 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
     """Return the plain values of a scheduled sequence."""
     request = sequence.request
     start, end = sequence.start, sequence.start + sequence.num_tokens
-    # Positions of the prompt predict its next token; later ones predict output.
+    # A prompt position scores the next prompt token; the last position predicts output and scores
+    # none.
     num_scored = request.prompt_len - 1 - start
     is_scored = request.sampling.prompt_logprobs is not None and num_scored > 0
     pooled = None

@@ -33,8 +33,9 @@ class ExpertLog:
     ) -> None:
         self._layers, self._num_experts = layers, num_experts
         self._offsets = np.arange(0, len(layers) * num_experts, num_experts)[:, None, None]
-        # The counts up to a step, and the choices since then, which cost less to count together.
-        # The tuple is replaced as a whole, so that a reader never counts a step twice.
+        # A pair: the counts up to some step, and the choices made since then, which are counted
+        # together because that is cheaper. Replace the pair as a whole, so that a concurrent reader
+        # never counts a step twice.
         zeros = np.zeros(len(layers) * num_experts, np.int64)
         self._counted: tuple[NDArray[np.int64], list[NDArray[np.int64]]] = (zeros, [])
         self._num_tokens = 0

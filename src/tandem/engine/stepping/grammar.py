@@ -41,7 +41,7 @@ class GrammarState:
             matcher.rollback(self._num_taken - len(token_ids))
             self._num_taken = len(token_ids)
         for token_id in token_ids[self._num_taken :]:
-            # A grammar that has ended accepts no further token but the end of text.
+            # A grammar that is complete accepts no further token except end of text.
             if not matcher.is_stopped() and not matcher.consume_token(token_id):
                 return None
             self._num_taken += 1

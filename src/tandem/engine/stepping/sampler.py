@@ -64,7 +64,7 @@ def sample_tokens(
     if not states:
         return []
     rules = [_find_rule(state) for state in states]
-    # Draw nothing for a greedy row: hashing a draw costs more than the rest of the row.
+    # Draw no random number for greedy rows: computing it costs more than the rest of the row.
     draws = [
         draw_uniform(state.seed, position) if state.params.temperature > 0.0 else 0.0
         for state, position in zip(states, positions, strict=True)
@@ -125,7 +125,7 @@ def _find_rule(state: SamplerState) -> SamplingRule:
         repetition_penalty=params.repetition_penalty,
         frequency_penalty=params.frequency_penalty,
         presence_penalty=params.presence_penalty,
-        # A complete grammar allows only its end, so ``min_tokens`` must not forbid the end of text.
+        # A complete grammar allows only end of text, so ``min_tokens`` must not forbid that token.
         min_tokens=0 if params.grammar else params.min_tokens,
         prompt_ids=state.prompt_ids if params.repetition_penalty != 1.0 else (),
         biases=list(params.logit_bias.items()),

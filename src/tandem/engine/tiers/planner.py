@@ -122,7 +122,7 @@ class CostTierPlanner:
             case "wait":
                 return deadline_s
             case "timeout":
-                # Wait at most the time that computing takes: then a failed load makes a request at
-                # most twice as late as computing at once.
+                # Wait at most as long as computing the tokens would take, so that a failed load at
+                # most doubles the request's delay.
                 wait_s = COLD_WAIT_S if compute_s is None else compute_s
                 return min(max(wait_s, self._config.min_wait_ms / 1e3), deadline_s)

@@ -124,7 +124,7 @@ class TierService:
         """End the thread; blocks that wait to be stored are lost."""
         if self._thread is None or self._serving is None:
             return
-        with contextlib.suppress(RuntimeError):  # The loop is closed.
+        with contextlib.suppress(RuntimeError):  # The event loop is closed.
             self._thread.loop.call_soon_threadsafe(self._stopping.set)
         wait((self._serving,), STOP_TIMEOUT_S)
         self._thread.close(STOP_TIMEOUT_S)
@@ -135,7 +135,7 @@ class TierService:
         if tier is not None:
             tier.begin(plan)
             return
-        # Without a tier no lookup finds a block, so a plan has no loads.
+        # Without a connected store no lookup finds a block, so plans contain no loads.
         assert not plan.loads, "a load without a store"
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
@@ -150,7 +150,7 @@ class TierService:
         tier, thread = self._tier, self._thread
         if tier is None or thread is None or not keys:
             return
-        with contextlib.suppress(RuntimeError):  # The loop is closed.
+        with contextlib.suppress(RuntimeError):  # The event loop is closed.
             thread.loop.call_soon_threadsafe(tier.pin, client, keys, pin_s)
 
     async def flush(self) -> int:
@@ -167,7 +167,7 @@ class TierService:
         assert self._thread is not None, "start() comes first"
         return await self._thread.call(work, "kv_tier.call")
 
-    # Code that runs on the tier's thread.
+    # The methods below run on the tier's thread.
 
     async def _serve(self) -> None:
         try:
@@ -219,7 +219,8 @@ class TierService:
             tier.attach(self._sink)
             try:
                 await tier.probe()
-                # Log the recovery at the level of the failure, so that its reader sees the end too.
+                # Log the recovery at the same level as the failure, so that whoever saw the failure
+                # also sees its end.
                 level = logging.WARNING if self._failure else logging.INFO
                 logger.log(level, "event=kv_store_connected identity=%s", self._identity[:12])
                 self._service, self._failure = service, ""

@@ -300,15 +300,15 @@ class StoreTier:
                     evicted.append(staged)
         full = plan.filled
         if self._config.write == "on_evict":
-            # Store states and window blocks when they fill, so that they are there as soon as full
-            # blocks are.
+            # Queue states and window blocks for storing as soon as they are full, as KV blocks are;
+            # otherwise a stored prefix could lack them.
             full = [item for item in full if not is_full_block(item.block_id)]
         if evicted or full or plan.loads or plan.dropped:
             try:
                 self._loop.call_soon_threadsafe(
                     self._take, evicted, full, plan.dropped, plan.loads, self._generation
                 )
-            except RuntimeError:  # The loop has ended with the process's store client.
+            except RuntimeError:  # The event loop was closed together with the store client.
                 self._fail_loads(plan.loads, "offline")
 
     def _copy_aside(self, block: KeyedBlock) -> _Staged | None:
@@ -346,7 +346,8 @@ class StoreTier:
                 self._give_back(staged)
             self._fail_loads(loads, "offline")
             return
-        # Mark only loads that still run as dropped: a mark on an ended load would stay for ever.
+        # Mark only loads that still run as dropped: nothing would remove the mark of a load that
+        # has ended.
         self._dropped.update(self._loading.intersection(map(_name_load, dropped)))
         by_request: dict[Request, list[BlockLoad]] = {}
         for load in loads:
@@ -372,7 +373,7 @@ class StoreTier:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # Loading blocks from the store.
+    # The methods below load blocks from the store.
 
     async def _load(self, request: Request, loads: Sequence[BlockLoad]) -> None:
         """Read the blocks of one request, in order, and report the end of each."""
@@ -382,7 +383,8 @@ class StoreTier:
                 self._fail_loads(loads[start:], "dropped")
                 break
             if not await self._load_batch(request, batch):
-                # Blocks behind a gap in the prefix are useless, so do not load them.
+                # A block after a missing one cannot be used, since a prefix must be contiguous; do
+                # not load it.
                 self._fail_loads(loads[start + LOAD_BATCH :], "after_gap")
                 break
         self._loading.difference_update(map(_name_load, loads))
@@ -401,7 +403,8 @@ class StoreTier:
         parts = [self._areas[group].part(index) for group, index in places]
         begin_s = self._clock.now_s()
         try:
-            # The client's deadline ends the call; after it returns, nothing writes to our blocks.
+            # The client's own deadline ends this call; after it returns, nothing writes to our
+            # blocks any more.
             results: Sequence[int | TandemError] = await self._client.get_into_many(names, parts)
         except TandemError as error:
             results = [error] * len(loads)
@@ -441,8 +444,8 @@ class StoreTier:
         reason = result.code if isinstance(result, TandemError) and not is_foreign else "foreign"
         _count(self.counters.load_failures, reason)
         if is_foreign or isinstance(result, CorruptionError):
-            # Remove the bad object, or each lookup would find it and fail again; recomputing
-            # replaces it.
+            # Remove the corrupt object, since each later lookup would find it and fail again. Once
+            # the block is recomputed, it is stored anew.
             logger.warning("event=kv_block_bad reason=%s key=%s", reason, load.key.hex())
             group = self._locate(load.block_id)[0]
             self._spawn(self._remove(make_object_key(self._identity, load.key, group)))
@@ -465,7 +468,7 @@ class StoreTier:
         assert self._sink is not None, "attach() comes before the first load"
         return self._sink
 
-    # Storing blocks.
+    # The methods below store blocks.
 
     async def _store_queued(self) -> None:
         """Store the queued blocks, evicted ones first, since they occupy staging slots."""
@@ -491,7 +494,9 @@ class StoreTier:
                     await self._store_batch(alike, pin_s)
                 if batch:
                     continue
-                await asyncio.sleep(0)  # Blocks that were skipped; let loads go on.
+                # The remaining blocks of the batch were skipped; yield to the loads on this event
+                # loop.
+                await asyncio.sleep(0)
         finally:
             self._storing = None
 
@@ -539,7 +544,7 @@ class StoreTier:
             if pin_s and not isinstance(result, TandemError) and result.value == "exists"
         ]
         if there:
-            # Another instance stored the block meanwhile without a pin, so pin it now.
+            # Another instance has stored the block without a pin in the meantime, so pin it now.
             await self._pin_stored(there, pin_s)
 
     # ---------------------------------------------------------------- the whole tier
@@ -554,8 +559,7 @@ class StoreTier:
         while self._staged:
             self._give_back(self._staged.popleft())
         if self._storing is not None:
-            # Wait for puts in progress: a block that is put after the removal would survive the
-            # flush.
+            # Wait for puts in progress: a block put after the removal would survive the flush.
             await asyncio.wait((self._storing,), timeout=self._config.load_deadline_ms / 1e3)
         return await self._client.remove_prefix(make_object_key(self._identity, b""))
 

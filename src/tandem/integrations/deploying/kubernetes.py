@@ -105,8 +105,8 @@ def _make_settings(spec: ClusterSpec, files: Mapping[str, Mapping[str, Any]]) ->
 def _make_group(spec: ClusterSpec, group: GroupSpec, plan: ProcessPlan) -> list[Manifest]:
     container = _make_container(spec, plan, group.resources, settings=f"{group.name}.yaml")
     container["ports"] = [{"name": "launcher", "containerPort": spec.port}]
-    # A launcher listens at once, and an instance listens before its model is loaded, so that
-    # servers may treat a closed port as the loss of the process.
+    # Launchers listen at once, and instances listen before their model is loaded, so a port that
+    # does not answer means that the process has died.
     container["startupProbe"] = _probe({"tcpSocket": {"port": spec.port}}, LOAD_S // PROBE_S)
     container["livenessProbe"] = _probe({"tcpSocket": {"port": spec.port}}, 6)
     container["readinessProbe"] = _probe({"tcpSocket": {"port": spec.port + 1}}, 1)
@@ -190,7 +190,8 @@ def _make_store(spec: ClusterSpec, plan: ProcessPlan) -> list[Manifest]:
         workload = _make_deployment(
             spec, "store-master", 1, _make_pod(spec, "store-master", container)
         )
-        # Stop the old master first: two masters at a time would each believe that they lead.
+        # Stop the old master before starting the new one: two at a time would both act as the
+        # leader.
         workload["spec"]["strategy"] = {"type": "Recreate"}
         service = _make_headless_service(spec, "store-master", {"store": store.port})
         return [service, workload]

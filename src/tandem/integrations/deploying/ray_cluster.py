@@ -115,8 +115,8 @@ class ProcessActor:
             self._folder,
             float(drain_s),
             secret_file=Path(secret_file),
-            # Never give a process up after failed starts: its ports may still be in use by a
-            # process that is ending.
+            # Do not limit failed starts: ports may still be in use by the previous process, which
+            # is ending.
             max_failed_starts=None,
         )
         self._loop.run(self._runner.__aenter__())
@@ -200,7 +200,8 @@ class RayCluster:
         from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
         from ray.util.placement_group import remove_placement_group  # pyright: ignore[reportMissingImports]
 
-        # End the actors in reverse order, since plans begin with the processes that others need.
+        # End the actors in reverse order, since processes that others depend on come first in the
+        # plan.
         for actor in reversed(self._actors):
             with contextlib.suppress(RayError):
                 ray.get(actor.end.remote(), timeout=self._spec.drain_s + END_TIMEOUT_S)

@@ -96,8 +96,8 @@ async def start_bound(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         env=child_environment(environment),
-        # Start the child in a session of its own, since Ctrl-C in a terminal is meant for this
-        # process, which ends its children in order.
+        # Give the child its own session, because Ctrl-C in a terminal is meant for this process
+        # only, which then ends its children in order.
         start_new_session=True,
     )
 
@@ -246,7 +246,7 @@ class ProcessRunner:
         try:
             await asyncio.wait_for(process.wait(), self._drain_s + END_S)
         except TimeoutError:
-            # Killing the process also ends its children, which hold its pipes.
+            # Killing this process also ends its children, because their end of the pipe closes.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             await process.wait()

@@ -79,7 +79,8 @@ def _find_folder(root: Path | None, path: str) -> Path:
     try:
         real_root = root.resolve()
         real = (real_root / path).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # A NUL, a loop of links, a long name.
+    # Resolving fails for paths with a NUL character, a loop of links, or a name that is too long.
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(where, f"lora_path is no path: {error}", field=field) from error
     if not real.is_relative_to(real_root):
         what = "lora_path leads out of the folder that adapters may be loaded from"

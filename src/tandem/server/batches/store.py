@@ -81,7 +81,7 @@ class BatchStore:
             self._batches[kept_batch.batch.id] = kept_batch
         self._num_bytes = sum(kept.file.bytes for kept in self._files.values())
 
-    # The methods from here to ``put_batch`` keep uploaded files and the files of results.
+    # The methods from here to ``put_batch`` manage uploaded files and result files.
 
     def add_file(
         self, owner: str, name: str, purpose: str, content: BinaryIO | None, created_at: int
@@ -175,7 +175,7 @@ class BatchStore:
                 with _name_full_disk(), path.open("ab") as out:
                     out.write(line)
             except BaseException:
-                # The failed write may have left a part of the line: the file is cut back, or the
+                # The failed write may have appended part of the line. Truncate the file, or the
                 # next line would be appended to that part.
                 with suppress(OSError):
                     os.truncate(path, file.bytes)
@@ -193,7 +193,7 @@ class BatchStore:
             self._num_bytes -= len(whole) - end
         return whole[:end].splitlines()
 
-    # The methods below keep the records of batches.
+    # The methods below manage the records of batches.
 
     def put_batch(self, kept: KeptBatch) -> None:
         """Keep a batch as it is now.

@@ -62,7 +62,8 @@ class OpenAIAnswer(Generic[R]):
     def measure(self, generation: Generation, piece: Piece) -> int:
         """See ``Renderer``."""
         size = piece.size_bytes
-        if piece.num_tokens <= len(piece.token_ids):  # The first one.
+        # The first piece also carries the log-probabilities of the prompt.
+        if piece.num_tokens <= len(piece.token_ids):
             size += measure_prompt_logprobs(generation.prompt_logprobs)
         return size
 

@@ -70,7 +70,7 @@ class BoundedConnection(HttpToolsProtocol):
         # uvicorn sets the same leniency on its own parser: data after "Connection: close" does not
         # keep the request from being answered.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._kept_bytes = 0  # Since a head or a piece of a body was whole.
+        self._kept_bytes = 0  # Bytes received since the last complete head or piece of a body.
         self._is_in_head = False
 
     def data_received(self, data: bytes) -> None:

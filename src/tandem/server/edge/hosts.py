@@ -81,7 +81,7 @@ def _host_of(url: str) -> str | None:
     """Return the lower-case host of ``//host:port``, without the port; None if it is malformed."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # Raises on a port that is none.
+        _ = parts.port  # Reading ``port`` raises ValueError if the port is not a number.
     except ValueError:
         return None
     if parts.username is not None or parts.path:

@@ -149,7 +149,9 @@ class ModelHub:
     def _forget_wake(self, name: str, task: "asyncio.Task[None]") -> None:
         del self._wakes[name]
         if not task.cancelled():
-            task.exception()  # Those who waited have it; there may be none.
+            # Retrieve the exception, so that asyncio does not log it as never retrieved when no
+            # request waited.
+            task.exception()
 
     async def close(self) -> None:
         """End what is under way."""

@@ -86,8 +86,8 @@ class Residency:
         while free < 0 and candidates:
             victims.append(candidates.pop(0))
             free += self._needs[victims[-1]]
-        # If no pinned model is in the way and victims were found, only the estimate says that the
-        # model does not fit: it is tried all the same.
+        # If no pinned model is in the way and there are models to evict, only an estimate says that
+        # the model does not fit; load it anyway.
         if free < 0 and (pinned or not victims):
             raise ConfigError(
                 "hub.wake",

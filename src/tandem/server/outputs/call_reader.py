@@ -198,6 +198,7 @@ class _Scan:
                 if any(rest.startswith(end) for end in self._ends):
                     return self.position
                 if any(end.startswith(rest) for end in self._ends):
-                    return None  # More text decides.
+                    # The text may be the beginning of an end mark, so wait for more text.
+                    return None
             self.position += 1
         return None

@@ -56,7 +56,8 @@ def _end_call(reader: CallReader, close: str) -> Reading[None]:
     if (yield from reader.source.starts_with(close)):
         reader.source.take(len(close))
     elif close.startswith(reader.source.text):
-        reader.source.take(len(reader.source.text))  # The text ended within the mark.
+        # The text ended within the closing mark; drop the incomplete mark.
+        reader.source.take(len(reader.source.text))
 
 
 _QWEN_MARKS = ParameterMarks("<parameter=", (">",), "</parameter>")
@@ -188,7 +189,7 @@ def _pass_rest(reader: CallReader, close: str, dropped: str = " ") -> Reading[No
     rest, mark = yield from reader.source.collect_until((close,))
     rest = rest.strip()
     if mark is None and close.startswith(rest):
-        return  # The text ended within the mark.
+        return  # The text ended within the closing mark.
     reader.add(rest.strip(dropped).strip())
 
 

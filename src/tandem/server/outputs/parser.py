@@ -123,7 +123,7 @@ class FormatParser:
                 marks.append(think[1])
             passage = self._reasoning if self._is_thinking else self._text
             if not marks:
-                marks.append("\0")  # Nothing is marked: all is text.
+                marks.append("\0")  # Without marks all text is plain text.
             mark = yield from source.read_until(marks, passage.add)
             if mark is None:
                 passage.end()
@@ -181,8 +181,8 @@ class FormatParser:
             for sign in ("<|channel|>", "<|start|>", "<|message|>", "assistant", "to="):
                 is_header = is_header or (yield from source.starts_with(sign))
             if not is_header:
-                # Text that does not begin with a header of Harmony's form is plain text: of a model
-                # that does not write this form, or the end of the output.
+                # Text without a Harmony header is plain text: the model does not use this format,
+                # or its output ended.
                 self._take_left(self._text)
                 mark = yield from source.read_until((*ends, "<|channel|>"), self._text.add)
                 if mark is None:

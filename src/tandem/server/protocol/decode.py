@@ -68,7 +68,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
                 value = round_integral(msgspec.json.decode(body))
                 return msgspec.convert(value, decoder.type, str_keys=True)
             except (msgspec.MsgspecError, RecursionError):
-                pass  # What was wrong at first is told.
+                pass  # Report the first error.
         found = _PATH.search(text)
         # In msgspec's error messages ``[...]`` is the path of a value in a mapping; the suffix is
         # removed, since it names no field.

@@ -33,7 +33,8 @@ class LoadReport:
         generated = stats.generated_tokens - before.generated_tokens
         seconds = now_s - last_s
         if prompt < 0 or generated < 0 or seconds <= 0:
-            return None  # Another instance's counters.
+            # A counter decreased, so these counters belong to another instance; skip this interval.
+            return None
         if not (prompt or generated or stats.num_running or stats.num_waiting):
             return None
         used = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0

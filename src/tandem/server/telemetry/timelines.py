@@ -130,7 +130,8 @@ class RequestRecord:
 
 def _join(choice: ChoiceTimeline, instances: list[InstanceTimeline]) -> ChoiceTimeline:
     output_tokens = choice.output_tokens
-    if choice.end_s is None:  # The server counts at the end.
+    # While the request runs, take the instance's count; at its end the server has counted.
+    if choice.end_s is None:
         output_tokens = max((each.output_tokens for each in instances), default=0)
     return ChoiceTimeline(
         index=choice.index,

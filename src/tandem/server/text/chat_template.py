@@ -159,7 +159,8 @@ class ChatTemplate:
         except TandemError:
             self._stop(worker)
             raise
-        except (OSError, ValueError) as error:  # ValueError: closed meanwhile.
+        # ValueError means that the pipe was closed in the meantime.
+        except (OSError, ValueError) as error:
             self._stop(worker)
             raise _loss(f"ended: {error}") from error
         return msgspec.msgpack.decode(reply, type=tuple[bool, str])

@@ -94,7 +94,7 @@ def answer(work: Callable[[], str]) -> tuple[bool, str]:
         return True, work()
     except MemoryError:
         return False, "out of memory"
-    except Exception as error:  # noqa: BLE001 - a template may raise anything; the text is told.
+    except Exception as error:  # noqa: BLE001 - the error text is returned.
         return False, f"{type(error).__name__}: {error}"[:1000]
 
 

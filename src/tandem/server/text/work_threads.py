@@ -99,7 +99,9 @@ class WorkThreads:
             job = queue.jobs.popleft()
             self._clock = max(self._clock, job.tag)
             if not queue.jobs:
-                del self._queues[client]  # Its last tag is not after the clock.
+                # An idle client's last tag is not later than the clock, so nothing is lost by
+                # forgetting it.
+                del self._queues[client]
             if job.done.cancelled():
                 continue
             self._num_free -= 1
@@ -127,5 +129,6 @@ class WorkThreads:
             else:
                 job.done.set_result(running.result())
         elif not running.cancelled():
-            running.exception()  # Nobody waits for it.
+            # Retrieve the exception, so that asyncio does not log it: nobody awaits this task.
+            running.exception()
         self._begin_jobs()
