@@ -67,11 +67,8 @@ class StepEstimator:
         self._products = np.full(NUM_FEATURES, PRIOR_WEIGHT)
         self._spread = FIRST_ERROR
         self.error = 0.0
-        """Mean of
-
-        predicted - real
-
-        / real over recent steps, each predicted before it was learnt.
+        """Mean of |predicted - real| / real over recent steps; each step is predicted before its
+        measured time changes the costs.
         """
         self._bias = 0.0
         """Mean of ln(predicted / real) over recent steps; each step's part is bounded."""

@@ -88,12 +88,14 @@ DEFAULT_TIMELINES = 256
 MAX_STEP_RECORDS = 256
 """Largest number of step records kept until ``take_steps`` is called."""
 MAX_ENDED_PREFILLS = 4096
-"""Ended prefills remembered, so that a late question is answered and does not wait."""
+"""Largest number of ended prefills that are remembered, so that a late question about one is
+answered at once instead of waiting.
+"""
 
 
 @dataclass(slots=True)
 class _Live:
-    """The engine's record of a live request, beside the scheduler's state."""
+    """The engine's data about a live request, in addition to the scheduler's."""
 
     request: Request
     seed: int
@@ -104,7 +106,7 @@ class _Live:
     """True if the runner has the request's sampling state."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     pooled: bytes | None = None
-    """Sum over the prompt's tokens but the first."""
+    """Sum of the hidden states of all prompt tokens except the first; None if nothing is summed."""
     has_reported: bool = False
     """True if the first output, with the prompt's facts, was sent."""
 
@@ -303,7 +305,8 @@ class Engine:
     def has_ended_prefill(self, request_id: str) -> bool:
         """Return True if a prefill-only request has ended here recently. Any thread.
 
-        With ``find_prefill`` None its blocks are not held any more: it is not still to come.
+        If this is True while ``find_prefill`` returns None, the prefill's blocks have been
+        released; if it is False, the request may still arrive.
         """
         return request_id in self._ended_prefills
 
@@ -406,7 +409,7 @@ class Engine:
             return True
 
     def release_hold(self, request_id: str) -> bool:
-        """Give up the blocks of an ended prefill; False if none are held."""
+        """Release the blocks held for an ended prefill; return False if none are held."""
         with self._lock:
             self._work.notify()
             was_held = self._scheduler.release_hold(request_id)
@@ -426,7 +429,7 @@ class Engine:
         return True
 
     def flush_cache(self) -> int:
-        """Forget cached prefixes; return the blocks freed at once."""
+        """Discard the prefix cache; return the number of blocks freed at once."""
         with self._lock:
             self._work.notify()
             return self._scheduler.flush_cache()
@@ -467,7 +470,7 @@ class Engine:
             return self._scheduler.get_stats()
 
     def measure_load(self) -> InstanceLoad:
-        """Return what the live requests need; any thread."""
+        """Return the work that the live requests need; callable on any thread."""
         with self._lock:
             return self._scheduler.measure_load()
 
@@ -488,9 +491,10 @@ class Engine:
         return bool(self._live)
 
     def wait_for_work(self, timeout_s: float) -> bool:
-        """Block until there is something to do; False if the time ran out first.
+        """Block until a step can be planned; return False if the timeout ended first.
 
-        Requests that only wait for loads are nothing to do, until a load or their time ends.
+        Requests that only wait for loads do not count, until a load ends or their time limit
+        passes.
         """
         with self._work:
             wake_in_s = self._scheduler.wake_s - self._clock.now_s()
@@ -501,13 +505,13 @@ class Engine:
         return is_due or bool(self._pending) or self._running is not None
 
     def step(self) -> list[RequestOutput]:
-        """Plan, run and record one step; return what it gave each request, maybe nothing.
+        """Plan, run and record one step; return the outputs of its requests, possibly none.
 
         With overlap, the step that this call begins is recorded by the next call: while it runs,
         the caller delivers the outputs, and the next step is planned.
 
-        If the runner fails, the requests that it fails for by themselves end with ``ERROR``; the
-        others go on.
+        If the runner fails, its sequences are run again in parts: requests that fail by themselves
+        end with ``ERROR``, and the others continue.
         """
         if self._is_overlapped:
             return self._step_ahead()
@@ -771,7 +775,7 @@ class Engine:
     def _report(
         self, live: _Live, taken: list[SampledToken], failure: TandemError | None
     ) -> RequestOutput | None:
-        """Return what a step gave a request: tokens, its end, both, or nothing yet."""
+        """Return the output of a step for one request (new tokens, its end, or both), or None."""
         request = live.request
         reason = request.finish_reason
         if failure is not None:

@@ -1,7 +1,7 @@
-"""Prefill on one instance, decode on another: how KV goes from the one to the other.
+"""Disaggregated serving: prefill on one instance, decode on another, with the KV sent between them.
 
-Decode pulls: it asks the prefill instance how far it is, READs blocks into its own as soon as a
-layer of them is there, and takes a block only if the prefill instance says afterwards that it was
-that block all the time. A prefill instance that is stopped therefore holds no memory of a decode
-instance, and nothing depends on clocks that agree.
+The decode instance pulls. It asks the prefill instance for progress, reads each layer of a block
+into its own memory as soon as that layer is computed, and then accepts the block only if the
+prefill instance confirms that the block was not reused during the read. The prefill instance
+therefore needs no memory of the decode instance, and no synchronised clocks.
 """

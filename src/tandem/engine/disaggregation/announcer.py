@@ -1,9 +1,11 @@
-"""The prefill side: tells decode instances which blocks of a prefill they may read.
+"""The prefill side of disaggregation: tells decode instances which KV blocks they may read.
 
-Owns the questions that wait for a prefill to come further. The truth is the engine's: each answer
-is made from ``Engine.find_prefill`` at that moment, so an announcement can be late but not wrong.
+Owns the questions of decode instances that wait until a prefill has made progress. Each answer is
+made from the engine's current state (``Engine.find_prefill``), so an answer can be late but not
+wrong.
 
-Threads: calls come on the transfer engine's thread, progress on any, mostly the step's.
+Threads: questions arrive on the transfer engine's thread; progress is reported on any thread,
+mostly the one that runs steps.
 """
 
 import threading
@@ -50,12 +52,12 @@ class _Waiting:
 
 
 class PrefillAnnouncer:
-    """Answers questions about prefills; the ``PrefillListener`` of its engine.
+    """Answers decode instances' questions about prefills; a ``PrefillListener`` of its engine.
 
     Args:
         engine: borrowed.
-        own: what the blocks of this instance hold.
-        memory: of all blocks, one after the other; borrowed.
+        own: description of the KV in this instance's blocks.
+        memory: the bytes of all blocks, in the order of their ids; borrowed.
         clock: the engine's.
         states: memory of all slots of states; None: the model has no state.
         windows: memory of all blocks of layers with a window; None: these have none of their own.
@@ -85,7 +87,9 @@ class PrefillAnnouncer:
         return len(self._waiting)
 
     def handle_calls(self, calls: Sequence[IncomingCall]) -> list[bytes | TandemError | None]:
-        """Answer questions of decode instances now, or keep them until there is progress."""
+        """Answer decode instances' questions; those that must wait for progress are kept, and None
+        is returned for each.
+        """
         answers: list[bytes | TandemError | None] = []
         for call in calls:
             try:
@@ -95,7 +99,7 @@ class PrefillAnnouncer:
         return answers
 
     def note_progress(self) -> None:
-        """Answer the waiting questions for which there is news."""
+        """Answer the waiting questions for which the prefill has made progress."""
         if not self._waiting:
             return
         now_s = self._clock.now_s()
@@ -143,7 +147,8 @@ class PrefillAnnouncer:
         return None if answer is None else msgspec.msgpack.encode(answer)
 
     def _answer(self, question: KvQuestion) -> KvAnswer | None:
-        """Return the answer to a question, or None while there is no news.
+        """Return the answer to a question, or None if the prefill has made no progress since the
+        last answer.
 
         Raises: ConflictError (the request of this id has another prompt).
         """
@@ -177,9 +182,11 @@ class PrefillAnnouncer:
         )
 
     def _verify(self, question: KvQuestion) -> KvAnswer:
-        """Return the checksums of blocks of a run, to verify what a reader has read.
+        """Return checksums of blocks, so that the decode instance can verify the bytes that it has
+        read.
 
-        Raises: ConflictError (a block that is not complete); UnsupportedError (other blocks).
+        Raises: ConflictError (a block that is not complete); UnsupportedError (the asker's block
+        layout differs).
         """
         own = HeldHeads(self._own.layout, self._own.first_head)
         theirs = HeldHeads(question.layout, question.first_head)

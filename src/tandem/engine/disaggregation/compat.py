@@ -1,4 +1,4 @@
-"""True if the blocks of a peer can be read as ours. Pure."""
+"""The check that the KV blocks of another instance can be read as our own. Pure."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""All that an instance needs to give its blocks to others, or to read theirs.
+"""An instance's connection to the KV of other instances: offers its blocks and reads theirs.
 
-Owns the transfer engine, in whose memory the blocks lie, the announcer and the reader.
+Owns the transfer engine, in whose registered memory the blocks lie, the announcer and the reader.
 """
 
 import contextlib
@@ -59,12 +59,12 @@ class KvExchange:
 
     @property
     def counters(self) -> Statistics:
-        """Counters of reads; zeros where nothing is read."""
+        """Counters of reads; zeros if this instance reads no other."""
         return Statistics() if self.reader is None else self.reader.counters
 
     @property
     def rails(self) -> Statistics:
-        """Bytes and live connections of each way to the instances that are read now."""
+        """Bytes and live connections by transport, for the instances that are being read."""
         moved: dict[str, int] = {}
         links: dict[str, int] = {}
         if self.transfer.is_closed:
@@ -87,7 +87,7 @@ class KvExchange:
     def allocate(self, nbytes: int) -> Buffer:
         """Allocate memory for the blocks, which other instances may read but never write.
 
-        Only addresses: the caller reserves what is behind them.
+        Only address space is allocated; the caller reserves physical memory.
         """
         self._buffer = self.transfer.allocate(
             nbytes, name=BUFFER_NAME, remote="read", reserved_bytes=0
@@ -95,7 +95,9 @@ class KvExchange:
         return self._buffer
 
     def allocate_states(self, nbytes: int) -> Buffer:
-        """Make the memory of the slots of states, with the same rights; all of it is reserved."""
+        """Allocate memory for the slots of states, with the same access rights; all of it is
+        physically reserved.
+        """
         self._state_buffer = self.transfer.allocate(nbytes, name=STATE_BUFFER_NAME, remote="read")
         return self._state_buffer
 
@@ -177,7 +179,7 @@ class KvExchange:
         engine.attach_transfers(TransfersBySource(parts))
 
     def close(self) -> None:
-        """End all reads, here and by others; the memory lives on with its arrays."""
+        """End all reads, in both directions; the memory is freed only when its arrays are."""
         if self.reader is not None:
             self.reader.stop()
         # Ignore a timeout: a peer that hangs keeps the connection open until this process ends.

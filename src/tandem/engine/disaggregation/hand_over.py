@@ -109,9 +109,9 @@ class HandOver:
         self._answer = KvAnswer(run=None)
 
     async def run(self) -> None:
-        """Read until every block was taken.
+        """Read until every block has arrived and is verified.
 
-        When it ends, in whatever way, nothing writes into the blocks any more.
+        After this returns or raises, nothing writes into the blocks any more.
 
         Raises: NotFoundError (the prefill has ended without a hold); DeadlineError (the lease);
             CorruptionError; ConflictError (another prompt); as the transfer engine.
@@ -350,7 +350,7 @@ class HandOver:
             )
 
     def _start_over(self) -> None:
-        """Ask again which blocks there are; unchanged ones need no second read."""
+        """Forget the known block ids and ask again; unchanged blocks are not read twice."""
         self._block_ids, self._answer = (), KvAnswer(run=None)
 
     def _sum_up(self, block_id: int) -> int:

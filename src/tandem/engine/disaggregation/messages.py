@@ -18,8 +18,9 @@ __all__ = ["KvAnswer", "KvQuestion", "Run", "decode_answer", "decode_question", 
 
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 Run = tuple[NonNegativeInt, NonNegativeInt]
-"""One stay of a request in the blocks of its instance: the number of its arrival there, and how
-often it was preempted. In one run what was announced of a position stays true of it."""
+"""One run: the time in which a request keeps its blocks at an instance, as (number of its arrival
+there, number of its preemptions). Within a run, an announced block stays valid.
+"""
 
 
 class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +52,9 @@ class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a prefill: the blocks that may be read."""
 
     run: Run | None
-    """None: it has ended and its blocks are not held. What was read before and belongs to another
-    run, or was not verified, is void."""
+    """Current run of the request; None if it has ended and its blocks are not held. Unverified
+    blocks and blocks of another run must then be discarded.
+    """
     is_held: bool = False
     """True if the prefill has ended and its blocks are held."""
     first: NonNegativeInt = 0

@@ -58,7 +58,7 @@ class PeerReader:
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._peers = KvPeers(target.port, target.own)
         self._tasks: dict[int, tuple[Request, asyncio.Task[None]]] = {}
-        """By the id of each block that a hand-over may write into."""
+        """The hand-over that may write into each block, by block id, with its request."""
         self._is_closing = False
 
     @property
@@ -123,7 +123,7 @@ class PeerReader:
                 self._tasks[load.block_id] = (request, task)
 
     async def _load(self, reading: _Reading) -> None:
-        """Read the blocks of one request; those that have come are reported at once."""
+        """Read the blocks of one request; blocks that arrive are reported at once."""
         request, missing = reading.request, reading.missing
 
         def take(done: list[BlockLoad]) -> None:
@@ -147,7 +147,7 @@ class PeerReader:
             logger.exception("hand-over of request %s", request.request_id)
 
     def _end(self, reading: _Reading, _: "asyncio.Task[None]") -> None:
-        """Report the blocks that a hand-over did not bring."""
+        """Report the blocks that a hand-over has not read as failed."""
         for block_id in reading.missing:
             del self._tasks[block_id]
         self._fail(list(reading.missing.values()), reading.reason)

@@ -29,12 +29,15 @@ from tandem.engine.stepping.messages import StateCopy
 __all__ = ["MIN_GAIN", "StatePolicy", "StateReuse"]
 
 MIN_GAIN = 16
-"""Tokens that a snapshot saves at least: fewer are computed as fast as a state is copied, and a
-chunk that ends for it costs a step."""
+"""Smallest number of tokens that a snapshot must save. Fewer tokens are computed as fast as the
+state is copied, and ending a chunk early for a snapshot costs a step.
+"""
 
 
 MAX_PARTINGS = 2
-"""Places where waiting prompts part from one that begins, at which its prefill ends a chunk."""
+"""Largest number of positions, where waiting prompts diverge from a starting one, at which its
+prefill ends a chunk to keep a state.
+"""
 
 
 class StatePolicy(NamedTuple):
@@ -148,11 +151,12 @@ class StateReuse:
         return False
 
     def note_arrival(self, request: Request, others: Iterable[Request]) -> None:
-        """Keep states where a new request parts from prefills in progress.
+        """Choose to keep states where a new request's prompt diverges from those of prefills in
+        progress.
 
         Args:
-            request: with the keys of all its full blocks.
-            others: that are in the running set.
+            request: the new request, with the keys of all its full blocks.
+            others: requests of the running set.
         """
         gain = self._policy.min_gain
         for other in others:
@@ -240,7 +244,8 @@ class StateReuse:
     def take_unused(self) -> list[int]:
         """Return the slots that are free and were not when this was last called.
 
-        None where slots have memory of their own: where a state grows with its tokens, it is freed.
+        The caller frees the memory of states that grow with their tokens; states of fixed size keep
+        their slot's memory.
         """
         if not self._policy.max_tokens:
             return []
@@ -336,7 +341,7 @@ class StateReuse:
         state.points, state.last = [], None
 
     def clear(self) -> None:
-        """Forget all snapshots that no step in flight reads."""
+        """Discard all snapshots except those that a step in flight reads."""
         self._filled.clear()
         for snapshot in [s for s in self._table if not s.num_pins]:
             self._remove(snapshot)
@@ -392,7 +397,7 @@ class StateReuse:
             self._free.append(slot)
 
     def _bound_tokens(self) -> None:
-        """Give up snapshots until all together are within ``max_tokens``."""
+        """Discard snapshots until all together are within ``max_tokens``."""
         most = self._policy.max_tokens
         while most and sum(s.position for s in self._table) > most:
             victim = self._table.choose_victim(self._is_reachable)
