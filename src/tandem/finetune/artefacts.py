@@ -1,4 +1,4 @@
-"""Files that a finished run leaves beside the adapter: results, loss plot, model card."""
+"""Files that a finished run writes beside the adapter: results, loss plot, model card."""
 
 import errno
 import json
@@ -25,9 +25,11 @@ __all__ = [
 
 @contextmanager
 def name_full_disk(folder: Path, advice: str) -> Iterator[None]:
-    """Say of a full disk which one it is; the files are the caller's to remove.
+    """Raise an error that names the full disk, if the block fails for lack of space.
 
-    Raises: CapacityError: instead of what the system or safetensors raise.
+    The caller removes its files.
+
+    Raises: CapacityError, in place of the error of the system or of safetensors.
     """
     try:
         yield
@@ -41,7 +43,7 @@ def name_full_disk(folder: Path, advice: str) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file under its name at once, or not at all."""
+    """Write a text file atomically: readers see the whole file or the old one."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -51,12 +53,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON; as ``write_text``."""
+    """Write a value as indented JSON, atomically (see ``write_text``)."""
     write_text(path, json.dumps(value, indent=4, sort_keys=True) + "\n")
 
 
 def smooth_losses(losses: list[float], weight: float = 0.9) -> list[float]:
-    """Return the exponential moving average of a curve, beginning at its first value."""
+    """Return the exponential moving average of a curve, starting with its first value."""
     smoothed: list[float] = []
     for loss in losses:
         last = smoothed[-1] if smoothed else loss
@@ -65,7 +67,9 @@ def smooth_losses(losses: list[float], weight: float = 0.9) -> list[float]:
 
 
 def plot_losses(history: list[dict[str, Any]], path: Path, key: str = "loss") -> bool:
-    """Draw a curve of transformers' log history as PNG; return whether there was one."""
+    """Draw a curve of transformers' log history as PNG; return False if the history has no such
+    curve.
+    """
     points = [(entry["step"], entry[key]) for entry in history if key in entry]
     if not points:
         return False
@@ -90,7 +94,7 @@ def plot_losses(history: list[dict[str, Any]], path: Path, key: str = "loss") ->
 
 
 def write_card(folder: Path, recipe: Recipe, results: dict[str, Any]) -> None:
-    """Write README.md: what the adapter is, and how it was made."""
+    """Write README.md, the model card: the adapter's model and the settings it was trained with."""
     model, keys = recipe.model.model_name_or_path, recipe.flatten()
     shown = [
         *(("pref_loss", "pref_beta", "pref_ftx") if recipe.method.stage == "dpo" else ()),

@@ -268,7 +268,7 @@ class _Planner:
         if not is_cache_on_gpu:
             dram["workspace"] = round(self.count_workspace_bytes(place))
         if self.spec.processor is None and place.accelerators and "routed experts" not in dram:
-            dram = {}  # A GPU that is compared alone: its host is not told.
+            dram = {}  # Only the GPU is compared here; the host has no description.
         if sum(dram.values()) > DRAM_SHARE * self.spec.memory_bytes:
             return None
         return _Layout(

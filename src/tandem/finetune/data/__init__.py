@@ -1,1 +1,1 @@
-"""From files of records to examples in tokens."""
+"""Training data: reads files of records and converts them into tokenized examples."""

@@ -1,7 +1,7 @@
-"""Rows of data files, with their lines: json, jsonl, csv, parquet.
+"""Reads rows of data files (json, jsonl, csv, parquet) with their line numbers.
 
-What is wrong with one row is that row's; what is wrong with the file ends the reading. Nothing is
-repaired: of two values of one key neither is taken, and text is UTF-8.
+An invalid row is yielded as such; an invalid file ends the reading with an error. Nothing is
+repaired: a row with a duplicate key is invalid, and text must be UTF-8.
 """
 
 import csv
@@ -19,14 +19,14 @@ __all__ = ["NotARow", "parse_json", "read_rows"]
 
 WHERE = "finetune.load_dataset"
 MAX_FIELD_CHARS = 1 << 30
-"""Most characters of a field of csv, for which Python allows 128 KiB otherwise."""
+"""Most characters of a csv field; Python's default limit is 128 KiB."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 
 @dataclass(frozen=True, slots=True)
 class NotARow:
-    """A line that does not parse."""
+    """A line that does not parse as a row."""
 
     why: str
 
@@ -56,9 +56,9 @@ def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def parse_json(text: str) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
-    Raises: ValueError: it is none, nests too deeply, or an object has a key twice.
+    Raises: ValueError (it is not JSON, nests too deeply, or an object has a duplicate key).
     """
     try:
         return _DECODER.decode(text)
@@ -81,7 +81,10 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_make_object)
 
 
 def _read_text(path: Path) -> str:
-    """Return a whole file's text; raises CorruptionError with the line that is not UTF-8."""
+    """Return a file's text.
+
+    Raises: CorruptionError (names the line that is not UTF-8).
+    """
     content = path.read_bytes()
     try:
         return content.decode("utf-8-sig")
@@ -156,7 +159,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 class _LineCounter:
-    """Lines of a text, and where the row that was read last began."""
+    """Counts the lines of a text as it is read, and remembers where the current row began."""
 
     def __init__(self, text: str) -> None:
         self._lines = io.StringIO(text, newline="")
@@ -172,7 +175,7 @@ class _LineCounter:
         return line
 
     def begin_row(self) -> int:
-        """Return the first line of the row that was read, once for each row."""
+        """Return the number of the first line of the row just read; call it once per row."""
         first = self._rows_end + 1
         self._rows_end = self._read
         return first

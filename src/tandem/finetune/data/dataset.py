@@ -1,4 +1,4 @@
-"""From a recipe's datasets to the rows that it learns from and validates with."""
+"""Builds a run's training and validation examples from the datasets of its recipe."""
 
 import logging
 from dataclasses import dataclass
@@ -21,20 +21,22 @@ WHERE = "finetune.prepare_data"
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Examples to learn from and to validate with, and what was left out."""
+    """Training and validation examples, and the rows that were left out."""
 
     train: list[Any]
-    """``Example``, or ``PairExample`` in stage dpo."""
+    """Training examples: ``Example``, or ``PairExample`` in stage dpo."""
     validation: list[Any]
     bad_rows: list[BadRow]
     num_unlearnable: int
-    """Rows of which the cutoff left no answer, or no two that differ."""
+    """Number of rows without anything to learn: the cutoff left no answer, or no two different
+    answers.
+    """
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
     """Load and encode the datasets of a recipe.
 
-    Raises: as ``load_dataset`` and ``make_template``; ConfigError: nothing is left to learn.
+    Raises: the errors of ``load_dataset`` and ``make_template``; ConfigError (no example is left).
     """
     data = recipe.data
     encoder = _Encoder(recipe, tokenizer)
@@ -68,7 +70,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
 
 
 class _Encoder:
-    """Reads rows of the stage's kind and encodes them."""
+    """Reads rows of the kind that the stage needs, and encodes them."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         self._stage, self._data, self._tokenizer = recipe.method.stage, recipe.data, tokenizer
@@ -90,7 +92,7 @@ class _Encoder:
                 raise ConfigError(WHERE, f"{what}: remove it", field="train_on_prompt")
 
     def load(self, name: str) -> tuple[list[Any], list[BadRow]]:
-        """Return the rows of a dataset, and the bad ones."""
+        """Return the valid rows of a dataset, and the invalid ones."""
         folder, most = Path(self._data.dataset_dir), self._data.max_samples
         if self._stage == "dpo":
             records = load_pairs(name, folder, most)
@@ -102,7 +104,7 @@ class _Encoder:
         return records.conversations, records.bad_rows
 
     def encode(self, rows: list[Any]) -> tuple[list[Any], int]:
-        """Return the examples of rows, and how many rows gave none."""
+        """Return the examples of rows, and the number of rows that gave none."""
         data, size = self._data, self._data.cutoff_len
         if self._template is None:
             if self.is_packed:
@@ -125,14 +127,14 @@ class _Encoder:
         return examples, len(rows) - len(examples)
 
     def tell_cut(self, where: str) -> str:
-        """Return what is wrong where no example is left."""
+        """Return the error message for a dataset of which the cutoff leaves no example."""
         size = self._data.cutoff_len
         if self._stage == "pt":
             return f"cutoff_len {size} is more than the tokens of {where}: lower it"
         return f"cutoff_len {size} leaves no answer in {where}: raise it"
 
     def log_turns(self) -> None:
-        """Log what is learned of answers that are not the last."""
+        """Log how answers other than the last of a conversation are learned."""
         template = self._template
         if template is None or self._data.mask_history or self._stage != "sft":
             return

@@ -1,4 +1,6 @@
-"""From conversations, pairs and texts to rows of token ids: masks, cutoff, packing, batches."""
+"""Converts conversations, pairs and texts into rows of token ids: masks, cutoff,
+packing, batches.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,22 +26,22 @@ __all__ = [
 ]
 
 IGNORED_LABEL = -100
-"""The label of tokens that are not learned."""
+"""Label of tokens that are excluded from the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One row to learn from: token ids, and labels of the same length."""
+    """One training row: token ids, and labels of the same length."""
 
     token_ids: tuple[int, ...]
     labels: tuple[int, ...]
     lengths: tuple[int, ...] = ()
-    """Lengths of the examples that were packed into this row; empty for one."""
+    """Lengths of the examples packed into this row; empty if the row is a single example."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairExample:
-    """Two answers to one prompt, in token ids; the answers are learned."""
+    """Two answers to one prompt, in token ids; only the answers are learned."""
 
     prompt_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
@@ -47,7 +49,7 @@ class PairExample:
 
     @property
     def lengths(self) -> tuple[int, int]:
-        """Tokens of the prompt with the chosen and with the rejected answer."""
+        """Lengths of the prompt with the chosen and with the rejected answer, in tokens."""
         prompt = len(self.prompt_ids)
         return prompt + len(self.chosen_ids), prompt + len(self.rejected_ids)
 
@@ -60,17 +62,17 @@ def encode(
     train_on_prompt: bool = False,
     mask_history: bool = False,
 ) -> Example | None:
-    """Return the example of a conversation; None if nothing of it is left to learn.
+    """Return the example of a conversation; None if the cutoff leaves nothing to learn.
 
-    What is cut off is what LLaMA-Factory cuts: turn by turn, from the end of a question and of its
-    answer, the longer of the two first.
+    The cutoff removes the same tokens as LLaMA-Factory: turn by turn, from the ends of the question
+    and the answer, from the longer of the two first.
 
     Args:
-        conversation: what is learned.
-        template: renders it.
-        cutoff_len: tokens at most.
-        train_on_prompt: learn all tokens, not the answers alone.
-        mask_history: learn the last answer alone; it has the room that it needs before the others.
+       conversation: the conversation to learn.
+       template: renders the conversation.
+       cutoff_len: most tokens of the example.
+       train_on_prompt: True to learn all tokens, not only the answers.
+       mask_history: True to learn only the last answer, which is then cut after the others.
     """
     turns = template.encode_turns(conversation, is_history_shown=mask_history)
     order = turns[::-1] if mask_history else turns
@@ -102,7 +104,8 @@ def encode(
 def share_room(num_source: int, num_target: int, room: int) -> tuple[int, int]:
     """Return how many tokens of a question and of its answer are kept, as LLaMA-Factory does.
 
-    Who needs less than half of the room keeps all; else each keeps its share.
+    A part that needs less than half of the room is kept whole; otherwise both are cut in
+    proportion.
     """
     if num_target * 2 < room:
         most = room
@@ -115,14 +118,14 @@ def share_room(num_source: int, num_target: int, room: int) -> tuple[int, int]:
 
 
 def encode_text(text: str, tokenizer: Any, *, cutoff_len: int) -> Example | None:
-    """Return the example of a plain text, learned as a whole with the token that ends it.
+    """Return the example of a plain text, all of whose tokens, and the end token, are learned.
 
     Args:
-        text: as it is; the cutoff takes its end.
-        tokenizer: transformers'.
-        cutoff_len: tokens at most.
+       text: the text; the cutoff removes its end.
+       tokenizer: tokenizer of transformers.
+       cutoff_len: most tokens of the example.
 
-    Returns: None if less than two tokens are left.
+    Returns: None if fewer than two tokens are left.
     """
     ids = encode_document(text, tokenizer)
     if tokenizer.bos_token_id is not None and getattr(tokenizer, "add_bos_token", False):
@@ -132,16 +135,18 @@ def encode_text(text: str, tokenizer: Any, *, cutoff_len: int) -> Example | None
 
 
 def encode_document(text: str, tokenizer: Any) -> list[int]:
-    """Return the ids of a text with the token that ends it."""
+    """Return the token ids of a text, followed by the end token."""
     return list(
         tokenizer(text + (tokenizer.eos_token or ""), add_special_tokens=False)["input_ids"]
     )
 
 
 def chop(texts: Sequence[str], tokenizer: Any, size: int) -> list[Example]:
-    """Return rows of ``size`` tokens of texts one behind the other; what is left over is dropped.
+    """Concatenate texts and cut them into rows of ``size`` tokens; an incomplete last row is
+    dropped.
 
-    A row's tokens see all before them in it, of other texts too, as in LLaMA-Factory.
+    A token attends to all tokens before it in its row, including those of other texts, as in
+    LLaMA-Factory.
     """
     ids = [i for text in texts for i in encode_document(text, tokenizer)]
     rows = [ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
@@ -151,12 +156,12 @@ def chop(texts: Sequence[str], tokenizer: Any, size: int) -> list[Example]:
 
 
 def encode_pair(pair: Pair, template: Template, *, cutoff_len: int) -> PairExample | None:
-    """Return the example of a pair; None if the cutoff leaves no two answers that differ.
+    """Return the example of a pair; None if the cutoff leaves no two different answers.
 
     Args:
-        pair: two answers to one prompt.
-        template: renders it; earlier answers belong to the prompt.
-        cutoff_len: tokens at most of the prompt with either answer; cut as in ``encode``.
+       pair: two answers to one prompt.
+       template: renders the pair; earlier answers are a part of the prompt.
+       cutoff_len: most tokens of the prompt with either answer; cut as in ``encode``.
     """
     *earlier, last = template.encode_turns(pair.chosen, is_history_shown=True)
     other = template.encode_turns(pair.rejected, is_history_shown=True)[-1]
@@ -171,9 +176,9 @@ def encode_pair(pair: Pair, template: Template, *, cutoff_len: int) -> PairExamp
 
 
 def pack(examples: Sequence[Example], size: int) -> list[Example]:
-    """Fill rows of ``size`` tokens with whole examples, first fit over the longest first.
+    """Pack whole examples into rows of ``size`` tokens: first fit, longest first.
 
-    The examples of a row do not see each other: ``collate`` lets positions begin anew.
+    The examples of a row do not attend to each other: ``collate`` restarts positions at each.
     """
     rows: list[list[Example]] = []
     room: list[int] = []
@@ -200,10 +205,10 @@ def pack(examples: Sequence[Example], size: int) -> list[Example]:
 
 
 def collate(examples: Sequence[Example], pad_id: int) -> dict[str, Tensor]:
-    """Return a batch, padded on the right: ids and labels [B, T], a mask or positions [B, T].
+    """Return a batch, padded on the right: ids and labels [B, T], and a mask or positions [B, T].
 
-    Packed rows get positions, which restart with each example and each stretch of padding; from
-    them transformers derives which tokens see each other.
+    Packed rows get positions, which restart at each example and at the padding; transformers
+    derives from them which tokens attend to each other.
     """
     width = max(len(e.token_ids) for e in examples)
     ids = torch.full((len(examples), width), pad_id, dtype=torch.int64)

@@ -1,7 +1,8 @@
-"""Texts that LLaMA-Factory's template names stand for.
+"""Texts of LLaMA-Factory's named templates.
 
-A recipe that names one is to learn the tokens that it learns there. A name stands for the text of
-LLaMA-Factory at commit 00577a85775a, or for nothing: ``LATER_NAMES`` are refused.
+A recipe that names a template must learn the same tokens here as in LLaMA-Factory. Texts are those
+of LLaMA-Factory at commit 00577a85775a; ``LATER_NAMES`` are templates without a text here, which
+are refused.
 """
 
 from dataclasses import dataclass
@@ -9,19 +10,19 @@ from dataclasses import dataclass
 __all__ = ["BOS", "CONTENT", "EOS", "LATER_NAMES", "NAMED_TEXTS", "NamedText", "Part"]
 
 CONTENT = "{}"
-"""Within a part: where the message goes."""
+"""Placeholder of the message in a part of a template."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndToken:
-    """The tokenizer's own token that begins or ends a text."""
+    """The tokenizer's own token for the beginning or the end of a text."""
 
     is_end: bool
 
 
 BOS, EOS = EndToken(is_end=False), EndToken(is_end=True)
 Part = str | EndToken
-"""Tokenized apart from its neighbours."""
+"""A part of a template, tokenized separately from its neighbours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +30,23 @@ class NamedText:
     """The format in which a template writes messages."""
 
     user: tuple[Part, ...]
-    """A question, and what stands before the answer."""
+    """Parts around a question, up to the beginning of the answer."""
     assistant: tuple[Part, ...] = (CONTENT, EOS)
     system: tuple[Part, ...] = (CONTENT,)
     prefix: tuple[Part, ...] = ()
     default_system: str = ""
     tokens: tuple[str, ...] = ()
-    """Tokens within the text that a tokenizer must know as such."""
+    """Strings in the template that the tokenizer must have as single tokens."""
     has_late_end: bool = False
-    """The end token follows the whole text; an answer's end is learned at the next question."""
+    """True if the end token is written only after the whole conversation; the end of an earlier
+    answer is learned from the beginning of the next question.
+    """
     is_system_asked: bool = False
-    """The system message is the beginning of the first question."""
+    """True if the system message is put at the beginning of the first question."""
     thought: tuple[str, str] | None = None
-    """The words around reasoning; answers without any get it empty. None: no reasoning."""
+    """Strings that begin and end reasoning, written around an empty text if an answer has none;
+    None for a template without reasoning.
+    """
 
 
 THOUGHT = ("<think>\n", "\n</think>\n\n")
@@ -222,7 +227,7 @@ NAMED_TEXTS = {
         default_system="You are Zephyr, a helpful assistant.",
     ),
 }
-"""By LLaMA-Factory's names."""
+"""Texts by LLaMA-Factory's names."""
 
 LATER_NAMES = frozenset(
     [
@@ -311,4 +316,4 @@ LATER_NAMES = frozenset(
         "ziya",
     ]
 )
-"""Names of LLaMA-Factory whose text is not here."""
+"""Names of LLaMA-Factory's templates whose texts are not included here."""

@@ -1,7 +1,8 @@
-"""Training records: files in LLaMA-Factory's formats become conversations.
+"""Training records: reads files in LLaMA-Factory's formats as conversations.
 
-``dataset_info.json`` in a dataset folder names the files, their columns and tags. A bad row is left
-out and remembered with its line; a bad file or description is an error. Nothing is downloaded.
+``dataset_info.json`` in a dataset folder names the files with their columns and tags. An invalid
+row is left out and recorded with its line; an invalid file or description is an error. Nothing is
+downloaded.
 """
 
 import os.path
@@ -35,7 +36,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn."""
+    """One message of a conversation."""
 
     role: Role
     content: str
@@ -43,19 +44,19 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns that begin with the user's, or the system's, and end with an answer."""
+    """Messages that begin with one of the user or the system and end with an answer."""
 
     messages: tuple[Message, ...]
 
     @property
     def answer(self) -> str:
-        """The last turn's text."""
+        """Text of the last message."""
         return self.messages[-1].content
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two conversations that differ in the last answer alone."""
+    """Two conversations that differ only in the last answer."""
 
     chosen: Conversation
     rejected: Conversation
@@ -63,17 +64,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that was left out."""
+    """A row that was left out, with the reason."""
 
     path: str
     line: int
-    """From 1; in parquet the row's number."""
+    """Line number of the row, from 1; in parquet the number of the row."""
     why: str
 
 
 @dataclass(slots=True)
 class Records:
-    """The good rows of a dataset, in order, and the bad ones."""
+    """The valid rows of a dataset, in order, and the invalid ones."""
 
     conversations: list[Conversation] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
@@ -82,7 +83,7 @@ class Records:
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The column of each field; LLaMA-Factory's names and defaults."""
+    """Names of the columns; the fields and defaults are LLaMA-Factory's."""
 
     prompt: str = "instruction"
     query: str = "input"
@@ -100,7 +101,7 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Tags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys and role names within a list of messages."""
+    """Keys and names of roles in a list of messages."""
 
     role_tag: str = "from"
     content_tag: str = "value"
@@ -134,16 +135,17 @@ def load_dataset(name: str, folder: Path, max_samples: int | None = None) -> Rec
     """Load a dataset by its name in ``folder/dataset_info.json``, or a file by its path.
 
     Args:
-        name: a key of ``dataset_info.json``; or a file of alpaca rows, or of rows with ``messages``
-            or ``conversations``.
-        folder: of ``dataset_info.json`` and the files it names.
-        max_samples: rows at most, the first ones.
+       name: a key of ``dataset_info.json``, or a file of alpaca rows or of rows with ``messages``
+           or
+           ``conversations``.
+       folder: folder of ``dataset_info.json`` and the files it names.
+       max_samples: most rows to read, from the beginning; None reads all.
 
     Raises:
-        NotFoundError: no such dataset or file.
-        ConfigError: the description is wrong, or no row is good; the text says why.
-        CorruptionError: the file does not parse.
-        UnsupportedError: the dataset lies on a hub, or is not text to learn from.
+       NotFoundError: no such dataset or file.
+       ConfigError: the description is invalid, or no row is valid; the message gives the reason.
+       CorruptionError: the file does not parse.
+       UnsupportedError: the dataset is on a hub, or does not consist of text.
     """
     records, rows = _convert_rows(name, folder, max_samples, _convert_row, is_ranking=False)
     records.conversations = rows
@@ -151,10 +153,10 @@ def load_dataset(name: str, folder: Path, max_samples: int | None = None) -> Rec
 
 
 def load_pairs(name: str, folder: Path, max_samples: int | None = None) -> Records:
-    """Load a dataset of preferences; as ``load_dataset``, but its description has ``ranking``.
+    """Load a dataset of preferences, which has ``ranking`` in its description; see
+    ``load_dataset``.
 
-    A row has a chosen and a rejected answer, which are texts in alpaca's format and turns in the
-    others.
+    A row has a chosen and a rejected answer: texts in alpaca's format, messages in the others.
     """
     records, rows = _convert_rows(name, folder, max_samples, _convert_pair, is_ranking=True)
     records.pairs = rows
@@ -162,9 +164,9 @@ def load_pairs(name: str, folder: Path, max_samples: int | None = None) -> Recor
 
 
 def load_texts(name: str, folder: Path, max_samples: int | None = None) -> Records:
-    """Load a dataset of plain texts; as ``load_dataset``, but a row needs no answer.
+    """Load a dataset of plain texts, whose rows need no answer; see ``load_dataset``.
 
-    In alpaca's format the prompt is the text, in the others the first turn. A file that is given by
+    The text is the prompt in alpaca's format, and the first message in the others. A file given by
     its path may have the column ``text``.
     """
     records, rows = _convert_rows(name, folder, max_samples, _convert_text, is_ranking=False)
@@ -241,7 +243,7 @@ def _convert_rows(
 
 
 class _BadRowError(Exception):
-    """Why a row is left out."""
+    """Raised for a row that is left out; its text is the reason."""
 
 
 def _convert_row(row: Any, info: DatasetInfo | None) -> Conversation:
@@ -324,7 +326,9 @@ def _text(row: dict[str, Any], key: str | None, *, is_needed: bool = False) -> s
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair, which JSON can spell."""
+    """Return False if a text has an unpaired surrogate, which JSON can represent and
+    UTF-8 cannot.
+    """
     return not any("\ud800" <= sign <= "\udfff" for sign in text)
 
 

@@ -1,8 +1,8 @@
-"""From conversations to the tokens of each turn.
+"""Renders conversations into the tokens of each turn.
 
-Without a name the checkpoint's own chat template renders a conversation; LLaMA-Factory's names
-stand for its texts. Each answer is tokenized apart from its prompt, as a server that generates it
-has done.
+Without a template name the checkpoint's own chat template is used; a name selects a text of
+LLaMA-Factory. Each answer is tokenized separately from its prompt, as it is when a server generates
+it.
 """
 
 import difflib
@@ -40,56 +40,60 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question with what stands around it, and its answer, in token ids."""
+    """A question with the text around it, and its answer, in token ids."""
 
     source: list[int]
     target: list[int]
     num_learned: int
-    """The first ones of the target's tokens; white space behind an answer's end is the rest."""
+    """Number of leading target tokens that are learned; the rest is white space after the answer's
+    end.
+    """
 
 
 class Template(Protocol):
-    """Renders conversations."""
+    """Renders conversations as tokens."""
 
     tail: list[int]
-    """Follows the whole conversation, and is learned."""
+    """Token ids that follow the whole conversation, and are learned."""
     starts: list[int]
-    """Learned in place of the first token of each question but the first."""
+    """Token ids that are learned instead of the first token of every question but the first."""
     stop_ids: list[int]
-    """Ends an answer, beside the tokens that the checkpoint names."""
+    """Token ids that end an answer, in addition to those that the checkpoint names."""
     num_left_out: int
-    """Turns so far that could not be rendered beside the last one."""
+    """Number of turns so far that could not be rendered together with the last one and were left
+    out.
+    """
     is_history_reduced: bool
-    """True if an earlier answer was shown otherwise than it was generated."""
+    """True if an earlier answer was rendered differently from how it was generated."""
 
     def encode_turns(
         self, conversation: Conversation, *, is_history_shown: bool = False
     ) -> list[Turn]:
-        """Return the turns in order, the last one last.
+        """Return the turns of a conversation in order.
 
         Args:
-            conversation: ends with an answer.
-            is_history_shown: earlier answers are as they are shown when the last is generated, else
-                each is as it was generated.
+           conversation: ends with an answer.
+           is_history_shown: True renders earlier answers as the prompt of the last answer shows
+               them; False renders each answer as it was generated.
         """
         ...
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """Return the tokens after which the answer is generated."""
+        """Return the token ids after which the model generates the answer."""
         ...
 
 
 class CheckpointTemplate:
     """The chat template of a checkpoint.
 
-    A template may show an earlier answer otherwise than the last one, without its reasoning say.
-    Then every answer is learned as the template renders it when it is the last; the text between
-    is what the template puts behind an earlier answer.
+    A template may render an earlier answer differently from the last one, for example without its
+    reasoning. Every answer is then learned as the template renders it in last place, followed by
+    the text that the template writes after an earlier answer.
 
     Args:
-        tokenizer: transformers' tokenizer of the checkpoint.
-        system: of conversations without a system message.
-        options: further arguments of the chat template.
+       tokenizer: the checkpoint's tokenizer, of transformers.
+       system: system message for conversations without one.
+       options: further arguments of the chat template.
     """
 
     def __init__(
@@ -107,7 +111,7 @@ class CheckpointTemplate:
     def encode_turns(
         self, conversation: Conversation, *, is_history_shown: bool = False
     ) -> list[Turn]:
-        """See ``Template``."""
+        """Return the turns of a conversation in order (see ``Template``)."""
         turns: list[Turn] = []
         for prompt, answer in self.render(conversation, is_history_shown=is_history_shown):
             # White space after the answer's end mark is not learned as part of the answer.
@@ -117,7 +121,7 @@ class CheckpointTemplate:
         return turns
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """See ``Template``."""
+        """Return the token ids after which the model generates the answer."""
         return self._tokenize(self._render(messages, is_prompt=True))
 
     def render(
@@ -151,7 +155,9 @@ class CheckpointTemplate:
         return turns if is_even or not is_history_shown else self._show(messages, places, turns)
 
     def _probe(self, messages: Messages, place: int) -> tuple[str, str]:
-        """Return what the template puts before and behind the content of an earlier answer."""
+        """Return the texts that the template writes before and after the content of an earlier
+        answer.
+        """
         # The two probe answers differ in their first and last characters, so that the equal parts
         # around them are the template's text.
         probes = [{"role": "assistant", "content": word} for word in ("1 left 1", "2 right 2")]
@@ -164,9 +170,9 @@ class CheckpointTemplate:
         return first[:num_before], first[len(first) - num_behind :]
 
     def _find_seam(self, messages: Messages, place: int, done: str) -> str | None:
-        """Return what stands between an answer as it was generated and the next one.
+        """Return the text between an answer as it was generated and the next one.
 
-        None: the template changes more than the answer.
+        Returns None if the template changes more than the answer.
         """
         before, behind = self._probe(messages, place)
         prompt = self._render(messages, is_prompt=True)
@@ -176,7 +182,7 @@ class CheckpointTemplate:
     def _show(
         self, messages: Messages, places: list[int], turns: list[tuple[str, str]]
     ) -> list[tuple[str, str]]:
-        """Return the turns with earlier answers as the last prompt shows them."""
+        """Return the turns with earlier answers as the last prompt renders them."""
         whole = self._render(messages[: places[-1]], is_prompt=True)
         shown: list[tuple[str, str]] = []
         at = 0
@@ -198,7 +204,7 @@ class CheckpointTemplate:
         )
 
     def _tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text in which the template wrote all special tokens."""
+        """Return the token ids of a text in which the template has written all special tokens."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
@@ -208,21 +214,21 @@ def _count_equal(a: str, b: str) -> int:
 
 
 def _cut_overlap(done: str, behind: str) -> str:
-    """Return ``behind`` without the longest beginning with which ``done`` ends."""
+    """Return ``behind`` without its longest prefix that is a suffix of ``done``."""
     most = min(len(done), len(behind))
     size = next((n for n in range(most, 0, -1) if done.endswith(behind[:n])), 0)
     return behind[size:]
 
 
 class NamedTemplate:
-    """A text of LLaMA-Factory, tokenized part by part as it does.
+    """A text of LLaMA-Factory, tokenized part by part as there.
 
     Args:
-        tokenizer: transformers' tokenizer of the checkpoint.
-        text: how messages are written.
-        system: of conversations without a system message; None is the text's own.
-        is_thinking: an answer without reasoning is learned with empty reasoning before it; else
-            reasoning is left out, and is empty in the prompt.
+       tokenizer: the checkpoint's tokenizer, of transformers.
+       text: the format of messages.
+       system: system message for conversations without one; None takes the text's own.
+       is_thinking: True learns answers without reasoning with an empty reasoning before them; False
+           removes reasoning and puts an empty one into the prompt.
     """
 
     def __init__(
@@ -242,7 +248,7 @@ class NamedTemplate:
     def encode_turns(
         self, conversation: Conversation, *, is_history_shown: bool = False
     ) -> list[Turn]:
-        """See ``Template``."""
+        """Return the turns of a conversation in order (see ``Template``)."""
         messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
         system, messages = self._split_system(messages)
         turns: list[Turn] = []
@@ -263,7 +269,7 @@ class NamedTemplate:
         return turns
 
     def encode_prompt(self, messages: Messages) -> list[int]:
-        """See ``Template``."""
+        """Return the token ids after which the model generates the answer."""
         system, messages = self._split_system(messages)
         ids: list[int] = []
         for i, message in enumerate(messages):
@@ -281,7 +287,9 @@ class NamedTemplate:
         return self._system, messages
 
     def _encode_question(self, question: str, system: str | None) -> list[int]:
-        """Return a question's ids; with a system message, however empty, it is the first one."""
+        """Return a question's token ids. A system message, even an empty one, marks the first
+        question.
+        """
         ids: list[int] = []
         if system is not None:
             ids += self._fill(self._text.prefix, "")
@@ -312,16 +320,16 @@ class NamedTemplate:
         return re.sub(f"{first}(.*?){last}", "", answer, flags=re.DOTALL).lstrip("\n")
 
     def _list_stops(self) -> list[int]:
-        """Return the ids that the text itself puts behind an answer."""
+        """Return the special token ids that the template writes after an answer."""
         ids = self._fill(self._text.assistant, "") + self.tail
         special = set(self._tokenizer.all_special_ids)
         return [i for i in ids if i in special]
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Any:
-    """Return transformers' tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint with transformers.
 
-    Raises: UnsupportedError (it would need code of the checkpoint, or is missing).
+    Raises: UnsupportedError (it is missing, or would run code from the checkpoint).
     """
     from transformers import AutoTokenizer
 
@@ -336,12 +344,12 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
 
 
 def list_ends(of_model: Sequence[int], template: Template, tokenizer: Any) -> list[int]:
-    """Return the ids that end an answer: the model's, and those that end a turn of the template.
+    """Return the ids that end an answer: the model's, and those that end a turn in the template.
 
     Args:
-        of_model: what the checkpoint names.
-        template: what renders the conversation.
-        tokenizer: transformers'.
+       of_model: end ids that the checkpoint names.
+       template: renders the conversation.
+       tokenizer: tokenizer of transformers.
     """
     ends = {*of_model, *template.stop_ids}
     if tokenizer.eos_token_id is not None:
@@ -358,18 +366,18 @@ def make_template(
     system: str | None = None,
     is_thinking: bool = True,
 ) -> Template:
-    """Return the template of a checkpoint, or LLaMA-Factory's of a name.
+    """Return the template of a checkpoint, or the named one of LLaMA-Factory.
 
     Args:
-        tokenizer: transformers'.
-        name: LLaMA-Factory's name; None is the checkpoint's own.
-        system: default system message.
-        is_thinking: as LLaMA-Factory's ``enable_thinking``.
+       tokenizer: tokenizer of transformers.
+       name: a name of LLaMA-Factory; None takes the checkpoint's chat template.
+       system: default system message.
+       is_thinking: LLaMA-Factory's ``enable_thinking``.
 
     Raises:
-        ConfigError: an unknown name, a checkpoint without a template, or without the tokens of a
-            named one.
-        UnsupportedError: a name of LLaMA-Factory whose text is not here.
+       ConfigError: an unknown name, a checkpoint without a template, or one without the tokens of a
+           named template.
+       UnsupportedError: a template of LLaMA-Factory that is not included here.
     """
     if name is None:
         if not tokenizer.chat_template:
@@ -394,7 +402,9 @@ def make_template(
 
 
 def differs_from_checkpoint(template: Template, tokenizer: Any) -> bool:
-    """Return whether the chat template that chats and servers render asks in another text."""
+    """Return True if a named template renders a prompt differently from the checkpoint's chat
+    template, which servers use.
+    """
     if not isinstance(template, NamedTemplate) or not tokenizer.chat_template:
         return False
     messages = [{"role": "user", "content": "Hello!"}]
