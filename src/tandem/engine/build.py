@@ -35,6 +35,7 @@ from tandem.engine.stepping.expert_trace import TraceHeader, TraceWriter
 from tandem.engine.stepping.grammar import Grammars
 from tandem.engine.stepping.torch_runner import TorchRunner
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.mirror import KvMirror
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
 from tandem.kernels.paged import PagedKvCache
@@ -67,6 +68,8 @@ class BuiltEngine(NamedTuple):
     """None: the model has no state that is sent or stored."""
     windows: WindowLayout | None
     """Windows of ``cache.windows``; None: there are no blocks of layers with a window alone."""
+    mirror: KvMirror | None
+    """Host memory that tiers move, of KV and states on a device; None: they move the cache's."""
     planner: CostTierPlanner | None
     """Planner that decides about loads; None without tiers."""
     experts: ExpertLog | None
@@ -177,6 +180,9 @@ def build_engine(
     if window_policy is not None:
         group_depth = count_seen_blocks(window_policy.window, plan.layout.block_size)
     experts = _open_expert_log(model, plan.config.expert_trace)
+    mirror = None
+    if tiers is not None and not model.context.device.is_host:
+        mirror = KvMirror(cache, states)
     engine = Engine(
         Scheduler(plan.config, pool, index, planner, policy, window_policy),
         TorchRunner(
@@ -187,6 +193,7 @@ def build_engine(
             grammars=Grammars(partial(_make_token_table, plan.model)),
             is_overlapped=plan.config.overlap == "on",
             experts=experts,
+            mirror=mirror,
         ),
         clock,
         vocab_size=spec.vocab_size,
@@ -233,7 +240,7 @@ def build_engine(
         load_seconds=0.0,
     )
     return BuiltEngine(
-        engine, info, model, identity, index, cache, states, plan.windows, planner, experts
+        engine, info, model, identity, index, cache, states, plan.windows, mirror, planner, experts
     )
 
 

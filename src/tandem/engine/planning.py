@@ -264,9 +264,12 @@ def plan_engine(
     device = open_device(model.device)
     if not device.is_host:
         # On a device, KV and states lie beside the weights in device memory.
-        total = device.count_free_bytes()
+        total, host_left = device.count_free_bytes(), left
         left, fraction = total - (model.weight_bytes - model.host_bytes), DEVICE_FRACTION
         _check_device_weights(model, total, left)
+        if is_shared:
+            # The host has a copy of each block, which the store moves.
+            left, total = min(left, host_left), min(total, host_left)
     slot_bytes = count_slot_bytes(model_config, model, device)
     left -= slot_bytes
     if slot_bytes and left <= 0:

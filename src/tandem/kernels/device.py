@@ -134,6 +134,14 @@ class Device(Protocol):
         """Let later work of ``stream`` begin only after operators called outside of streams."""
         ...
 
+    def wait(self, event: Event) -> None:
+        """Let operators begin only after ``event`` if they are called later, outside of streams or
+        by the same function of ``run``; does not block where the device has queues.
+
+        Not during a capture.
+        """
+        ...
+
     def make_event(self) -> Event:
         """Return a new event that is not recorded."""
         ...

@@ -442,6 +442,10 @@ class PagedKvCache:
         caches = [self] if self.windows is None else [self, self.windows]
         return all(c.native is not None for c in caches if c.layout.num_layers)
 
+    def view_items(self) -> Tensor:
+        """Return the blocks as bytes, uint8 [num_blocks, bytes of a block]; shares the memory."""
+        return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+
     def view_bytes(self) -> NDArray[np.uint8]:
         """Return all blocks as bytes, one block after the other; shares the memory.
 

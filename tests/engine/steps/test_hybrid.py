@@ -15,13 +15,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="models need the `serve` extra")
 transformers = pytest.importorskip("transformers", reason="models need the `serve` extra")
 
-from tandem.core.clock import MonotonicClock  # noqa: E402 - after the skip
+from far_device import FarDevice  # noqa: E402 - after the skip
+
+from tandem.core.clock import MonotonicClock  # noqa: E402
 from tandem.core.errors import ConfigError, UnsupportedError  # noqa: E402
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams  # noqa: E402
 from tandem.engine import planning  # noqa: E402
 from tandem.engine.build import build_engine  # noqa: E402
 from tandem.engine.config import EngineConfig  # noqa: E402
-from tandem.kernels.cpu.device import CPU  # noqa: E402
 from tandem.kernels.cpu.experts import NativeExperts  # noqa: E402
 from tandem.kernels.cpu.hosted_experts import HostedExperts  # noqa: E402
 from tandem.kernels.devices import open_device as open_named  # noqa: E402
@@ -423,25 +424,6 @@ def test_models_without_packed_experts_are_refused(open_device):
 
 
 # A model on a device, from its configuration.
-
-
-class FarDevice(FakeDevice):
-    """A fake device whose memory operators outside of streams may use, as CUDA's may."""
-
-    def __init__(self, *args, free_bytes=1 << 30):
-        super().__init__(*args)
-        self.free_bytes = free_bytes
-        self.num_copies = 0
-
-    def allocate(self, size_bytes):
-        return CPU.allocate(size_bytes)
-
-    def count_free_bytes(self):
-        return self.free_bytes
-
-    def copy(self, source, target, stream=None):
-        self.num_copies += 1
-        super().copy(source, target, stream)
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.groups.windows import count_seen_blocks
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.tiers.config import TierConfig
+from tandem.engine.tiers.mirror import MirroredSink, MirroredTransfers
 from tandem.engine.tiers.pins import PinLedger
 from tandem.engine.tiers.service import TierService
 from tandem.engine.tiers.store_tier import (
@@ -94,7 +95,8 @@ def view_windows(built):
         return None
     cache = built.cache.windows
     seen = count_seen_blocks(built.windows.window, cache.layout.block_size)
-    return WindowMemory(cache.view_bytes(), cache.layout.bytes_per_block, seen)
+    held = cache if built.mirror is None else built.mirror.windows
+    return WindowMemory(held.view_bytes(), cache.layout.bytes_per_block, seen)
 
 
 class Served:
@@ -113,22 +115,27 @@ class Served:
         self.engine = self.built.engine
         self.tier = None
         if store is not None:
-            states = self.built.states
+            states, mirror = self.built.states, self.built.mirror
+            held = self.built.cache if mirror is None else mirror.blocks
+            held_states = states if mirror is None else mirror.states
             self.tier = TierService(
                 store.config,
                 RpcConfig(),
                 settings,
-                BlockMemory(
-                    self.built.cache.view_bytes(), self.built.cache.layout.bytes_per_block, BLOCK
-                ),
+                BlockMemory(held.view_bytes(), self.built.cache.layout.bytes_per_block, BLOCK),
                 identity=self.built.identity.digest.hex(),
                 clock=MonotonicClock(),
                 on_load=self.built.planner.note_load,
-                states=states and StateMemory(states.view_bytes(), states.layout.bytes_per_state),
+                states=states
+                and StateMemory(held_states.view_bytes(), states.layout.bytes_per_state),
                 windows=view_windows(self.built),
             )
-            self.engine.attach_transfers(self.tier)
-            self.tier.start(self.engine, timeout_s=TIMEOUT_S)
+            if mirror is None:
+                self.engine.attach_transfers(self.tier)
+                self.tier.start(self.engine, timeout_s=TIMEOUT_S)
+            else:
+                self.engine.attach_transfers(MirroredTransfers(self.tier, mirror))
+                self.tier.start(MirroredSink(self.engine, mirror), timeout_s=TIMEOUT_S)
             assert self.tier.is_connected
         self.count = 0
 

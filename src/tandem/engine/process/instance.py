@@ -369,13 +369,17 @@ class Instance:
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
         from tandem.engine.groups.windows import count_seen_blocks
+        from tandem.engine.tiers.mirror import MirroredSink, MirroredTransfers
         from tandem.engine.tiers.service import TierService
         from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, WindowMemory
 
-        layout, windows = built.cache.layout, None
-        if built.windows is not None and built.cache.windows is not None:
+        layout, windows, mirror = built.cache.layout, None, built.mirror
+        held = built.cache if mirror is None else mirror.blocks
+        held_windows = built.cache.windows if mirror is None else mirror.windows
+        held_states = built.states if mirror is None else mirror.states
+        if built.windows is not None and held_windows is not None:
             windows = WindowMemory(
-                built.cache.windows.view_bytes(),
+                held_windows.view_bytes(),
                 built.windows.layout.bytes_per_block,
                 count_seen_blocks(built.windows.window, layout.block_size),
             )
@@ -383,17 +387,21 @@ class Instance:
             store,
             self._spec.rpc,
             self._spec.tiers,
-            BlockMemory(built.cache.view_bytes(), layout.bytes_per_block, layout.block_size),
+            BlockMemory(held.view_bytes(), layout.bytes_per_block, layout.block_size),
             identity=built.identity.digest.hex(),
             clock=clock,
             on_load=planner.note_load,
             states=None
-            if built.states is None
-            else StateMemory(built.states.view_bytes(), built.states.layout.bytes_per_state),
+            if built.states is None or held_states is None
+            else StateMemory(held_states.view_bytes(), built.states.layout.bytes_per_state),
             windows=windows,
         )
-        built.engine.attach_transfers(tier)
-        tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)
+        if mirror is None:
+            built.engine.attach_transfers(tier)
+            tier.start(built.engine, timeout_s=STORE_TIMEOUT_S)
+        else:
+            built.engine.attach_transfers(MirroredTransfers(tier, mirror))
+            tier.start(MirroredSink(built.engine, mirror), timeout_s=STORE_TIMEOUT_S)
         self._tier = tier
 
     def _run_engine(self) -> None:

@@ -27,6 +27,8 @@ from tandem.engine.stepping.pooling import HiddenSum, encode_vector
 from tandem.engine.stepping.runner import StepHandle
 from tandem.engine.stepping.sampler import gather_logprobs, sample_tokens
 from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState
+from tandem.engine.tiers.mirror import KvMirror
+from tandem.kernels.lanes.mirrors import StepLoads
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.states import StateCache
 from tandem.models.loading.loader import CausalModel
@@ -50,6 +52,8 @@ class TorchRunner:
         states: of the scheduler's slots; owned. None: the model has no state.
         grammars: of requests that have one; owned. None: there are none.
         experts: counts what tokens choose; None: nothing is counted.
+        mirror: host memory beside the cache's, whose new blocks a step copies to the device; None:
+            lower tiers write the cache's own memory.
         is_overlapped: steps run on a thread of their own, from ``begin`` on; otherwise on the
             thread that calls ``finish``.
     """
@@ -64,6 +68,7 @@ class TorchRunner:
         grammars: Grammars | None = None,
         is_overlapped: bool = False,
         experts: ExpertLog | None = None,
+        mirror: KvMirror | None = None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
@@ -71,6 +76,7 @@ class TorchRunner:
         self._threads = threads
         self._grammars = grammars
         self._experts = experts
+        self._mirror = mirror
         self._states: dict[int, Future[GrammarState]] = {}
         """By sequence id, of those with a grammar."""
         self._samplers: dict[int, SamplerState] = {}
@@ -106,6 +112,7 @@ class TorchRunner:
             assert isinstance(self._state_cache, CacheSlots), "slots that have memory of their own"
             self._state_cache.drop(slot)
         masks = self._begin_masks(step)
+        loads = None if self._mirror is None else self._mirror.begin(step)
         for copy in step.copies:
             self._kv_cache.copy_block(copy.src_block_id, copy.dst_block_id, copy.num_tokens)
         for copy in step.window_copies:
@@ -115,7 +122,7 @@ class TorchRunner:
         self._copy_states(step.state_loads)
         chunks = [_make_chunk(sequence) for sequence in step.sequences]
         batch = PagedBatch.build(chunks, self._kv_cache.layout.block_size, self._model.device)
-        hidden_RD = self._compute_hidden(batch, on_layer)
+        hidden_RD = self._compute_hidden(batch, on_layer, loads)
         self._copy_states(step.state_saves)
         if self._experts is not None and self._model.choices is not None:
             is_output = batch.find_output_rows() if self._experts.writes_trace else None
@@ -129,13 +136,18 @@ class TorchRunner:
                 _give_vector(given, vector)
         return result
 
-    def _compute_hidden(self, batch: PagedBatch, on_layer: Callable[[int], None] | None) -> Tensor:
+    def _compute_hidden(
+        self,
+        batch: PagedBatch,
+        on_layer: Callable[[int], None] | None,
+        loads: StepLoads | None,
+    ) -> Tensor:
         model, states = self._model, self._state_cache
         if isinstance(model, OwnModel):
             assert isinstance(states, CacheSlots), "no slots of cache objects"
             return model.compute_hidden(batch, states)
         assert not isinstance(states, CacheSlots), "cache objects of operators"
-        return model.compute_hidden(batch, self._kv_cache, on_layer, states)
+        return model.compute_hidden(batch, self._kv_cache, on_layer, states, loads)
 
     def _take_pooled(
         self, step: StepInput, hidden_RD: Tensor

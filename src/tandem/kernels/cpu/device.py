@@ -147,6 +147,9 @@ class CpuDevice:
     def follow(self, stream: Stream) -> None:
         """Do nothing: torch's CPU operators are complete when they return."""
 
+    def wait(self, event: Event) -> None:
+        """Do nothing: work before the event is already complete."""
+
     def make_event(self) -> CpuEvent:
         """Return a new event."""
         return CpuEvent()

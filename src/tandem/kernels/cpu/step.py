@@ -18,6 +18,7 @@ from tandem.core.model.layers import GqaSpec
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.latents import LatentBuffers
 from tandem.kernels.interfaces import Angles, AttentionRule
+from tandem.kernels.lanes.mirrors import StepLoads
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import BesideExperts, DecoderLayer, LayerInput
@@ -88,6 +89,8 @@ class CpuStep:
         """Inputs [T, layers, items] of models whose layers have an additional input; set before the
         layers run.
         """
+        self.loads: StepLoads | None = None
+        """Copies of KV that layers wait for; None: all KV is there."""
         self._no_angles: tuple[_native.TensorView, _native.TensorView] | None = None
         self._dtype = dtype
         self._on_layer = on_layer
@@ -205,7 +208,12 @@ class CpuStep:
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """Store keys and values of the step's tokens in a layer's cache blocks."""
+        self._wait_loads(layer_idx)
         self._store(layer_idx, view_tensor(kv_T2Kd.contiguous().flatten(1, 2)))
+
+    def _wait_loads(self, layer_idx: int) -> None:
+        if self.loads is not None:
+            self.loads.wait(self._places[layer_idx])
 
     def _store(self, layer_idx: int, rows: _native.TensorView, first_head: int = 0) -> None:
         attention, place = self._find_layer(layer_idx)
@@ -260,6 +268,7 @@ class CpuStep:
         if not isinstance(attention, Attention):
             return self._mix_otherwise(attention, h_TD)
         spec, layer_idx = attention.spec, attention.layer_idx
+        self._wait_loads(layer_idx)
         heads, kv_heads, d = spec.num_heads, spec.num_kv_heads, spec.head_dim
         gates = heads if spec.has_out_gate else 0
         if attention.is_rearranged:
@@ -387,6 +396,7 @@ class CpuStep:
 
     def _mix_latents(self, attention: MlaAttention, h_TD: Buffer) -> Buffer:
         spec, layer_idx, eps = attention.spec, attention.layer_idx, attention.spec.norm_eps
+        self._wait_loads(layer_idx)
         buffers: LatentBuffers | None = self._buffers.get(("latents", spec))
         if buffers is None:
             buffers = LatentBuffers.allocate(spec, self._num_tokens, self._dtype)

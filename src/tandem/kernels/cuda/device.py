@@ -272,6 +272,11 @@ class CudaDevice:
         """Let a stream wait for the work that torch has queued on its current stream."""
         _as_own(stream).stream.wait_stream(torch.cuda.current_stream(self.torch_device))
 
+    def wait(self, event: Event) -> None:
+        """Let torch's current stream wait for an event."""
+        assert isinstance(event, CudaEvent), "an event of another device"
+        torch.cuda.current_stream(self.torch_device).wait_event(event.event)
+
     def make_event(self) -> CudaEvent:
         """Return a new event."""
         return CudaEvent()

@@ -219,6 +219,10 @@ class FakeDevice:
     def follow(self, stream: Stream) -> None:
         """Do nothing: CPU operators are complete when they return."""
 
+    def wait(self, event: Event) -> None:
+        """Wait for the event, as operators run in the thread that calls them."""
+        event.synchronize()
+
     def make_event(self) -> FakeEvent:
         """Return a new event."""
         if not self._streams:

@@ -148,6 +148,9 @@ class TimelineDevice:
     def follow(self, stream: Stream) -> None:
         """Do nothing: such operators are complete when they return."""
 
+    def wait(self, event: Event) -> None:
+        """Do nothing: operators outside of streams take no time."""
+
     def make_event(self) -> TimelineEvent:
         """Return a new event."""
         return TimelineEvent()

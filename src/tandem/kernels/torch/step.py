@@ -13,6 +13,7 @@ from tandem.core.model.layers import IndexSpec
 from tandem.kernels.activation import apply_function
 from tandem.kernels.gated_delta import GatedDeltaRows
 from tandem.kernels.interfaces import Angles, AttentionRule
+from tandem.kernels.lanes.mirrors import StepLoads
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import BesideExperts, DecoderLayer, LayerInput
@@ -152,6 +153,8 @@ class TorchStep:
         """The running layer, if its experts are beside its MLP."""
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._positions = positions
+        self.loads: StepLoads | None = None
+        """Copies of KV that layers wait for; None: all KV is there."""
         self.layer_inputs: Tensor | None = None
         """Inputs [T, layers, items] of models whose layers have an additional input; set before the
         layers run.
@@ -343,6 +346,8 @@ class TorchStep:
         """
         assert self._batch is not None, "an index in a step whose memory stays where it is"
         place = self._places[attention.layer_idx]
+        if self.loads is not None:
+            self.loads.wait(place)
         group, (queries, keys, weights) = self._groups[place.group], made
         group.write_index(place.layer_idx, keys)
         self._chosen = choose_tokens(
@@ -363,6 +368,8 @@ class TorchStep:
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
         """Store keys and values of the step's tokens in a layer's cache blocks."""
         place = self._places[layer_idx]
+        if self.loads is not None:
+            self.loads.wait(place)
         self._groups[place.group].write(place.layer_idx, kv_T2Kd)
         self._written[layer_idx] = kv_T2Kd
         if self._on_layer is not None and place.group == 0:

@@ -36,6 +36,7 @@ from tandem.kernels.devices import DeviceContext, open_device
 from tandem.kernels.hybrid import HostExperts, HybridDecoder, find_size
 from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.lanes.loads import make_loads
+from tandem.kernels.lanes.mirrors import StepLoads
 from tandem.kernels.lanes.slots import ExpertSlots, SlotPolicy
 from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
 from tandem.kernels.lanes.uploads import Split, UploadLane
@@ -415,6 +416,7 @@ class CausalModel:
         kv_cache: PagedKvCache,
         on_layer: Callable[[int], None] | None = None,
         states: StateCache | None = None,
+        loads: StepLoads | None = None,
     ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted hidden states.
 
@@ -424,6 +426,7 @@ class CausalModel:
             on_layer: called once a layer's KV of this step is stored, with the layer's index in the
                 cache; not called for layers with a window whose blocks are separate.
             states: state slots of the batch's sequences, for a model with ``spec.state_layout``.
+            loads: copies of KV to the device that layers wait for; None: all KV is there.
 
         Returns: [R, D] in the model's dtype, after the final norm; row r belongs to
             ``batch.logit_rows[r]``.
@@ -447,10 +450,10 @@ class CausalModel:
                 kv_cache.windows.tensor[block_id].zero_()
         if self.adapters is None:
             assert not batch.adapter_rows, "adapters are not enabled"
-            return self._compute(batch, kv_cache, on_layer, states)
+            return self._compute(batch, kv_cache, on_layer, states, loads)
         self.adapters.begin_step(batch.num_tokens, batch.adapter_rows)
         try:
-            return self._compute(batch, kv_cache, on_layer, states)
+            return self._compute(batch, kv_cache, on_layer, states, loads)
         finally:
             self.adapters.end_step()
 
@@ -488,17 +491,22 @@ class CausalModel:
         kv_cache: PagedKvCache,
         on_layer: Callable[[int], None] | None,
         states: StateCache | None,
+        loads: StepLoads | None,
     ) -> Tensor:
         routing = None
         if self.moe is not None:
             routing = StepRouting(self.moe, batch, kv_cache, self.dtype)
             self.choices = routing.choices
-        fixed = None if on_layer or states else self._find_fixed(batch, kv_cache)
+        # A graph cannot wait for copies that are begun anew in each step.
+        fixed = None if on_layer or states or loads else self._find_fixed(batch, kv_cache)
         if fixed is not None:
             return self._run_fixed(fixed, batch)
         step = self._execution.begin_step(
             batch, kv_cache, self.ropes, self.dtype, on_layer, states, routing
         )
+        if loads is not None:
+            assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
+            step.loads = loads
         if self._fused is None:
             with running(step):
                 hidden = self.skeleton.model(
@@ -516,7 +524,7 @@ class CausalModel:
                 assert isinstance(step, CpuStep | TorchStep), "a step of another execution"
                 # Only native execution may capture the step in a graph, since its operators look up
                 # the step's memory anew in each run; other operators would keep stale addresses.
-                is_captured = None if self._execution.is_native else False
+                is_captured = None if self._execution.is_native and loads is None else False
                 self._hybrid.run(step, routing, hidden, is_captured=is_captured)
             else:
                 for layer in self._fused:
