@@ -56,16 +56,36 @@ def find_waits(model, block_size, num_tokens=3):
     ]
     batch = PagedBatch.build(sequences, block_size, model.device)
     cache, states = model.allocate_kv(16, block_size=block_size), model.allocate_states(4)
-    routing = StepRouting(model.moe, batch, cache, model.dtype) if model.moe is not None else None
-    step = model._execution.begin_step(
-        batch, cache, model.ropes, model.dtype, None, states, routing
-    )
-    hidden = model._embed(batch.token_ids)
-    inputs = None
+    hidden, inputs = model._embed(batch.token_ids), None
     if model._layer_inputs is not None:
-        inputs = step.layer_inputs = model._layer_inputs(batch.token_ids, hidden)
+        inputs = model._layer_inputs(batch.token_ids, hidden)
+    size = find_size(batch.num_tokens)
+    width = count_width(batch, cache, size)
+    captured = Captured()
+    if width:
+        fixed = FixedDecode(
+            size,
+            width,
+            cache,
+            hidden_size=hidden.shape[1],
+            ropes=model.ropes,
+            dtype=model.dtype,
+            moe=model.moe,
+            states=states,
+        )
+        fixed.fill_(batch, hidden, inputs)
+        step, hidden = fixed.step, fixed.hidden
+        with captured:
+            step.begin_()
+    else:
+        # An index chooses tokens: such a step is no graph, but waits for no value either.
+        routing = StepRouting(model.moe, batch, cache, model.dtype) if model.moe else None
+        step = model._execution.begin_step(
+            batch, cache, model.ropes, model.dtype, None, states, routing
+        )
+        step.layer_inputs = inputs
     sum_TD = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    with Captured() as captured:
+    with captured:
         for layer in model._fused:
             experts = None if layer.routed is None else layer.routed[1]
             if isinstance(experts, HostedExperts):
@@ -78,24 +98,4 @@ def find_waits(model, block_size, num_tokens=3):
                 step.run_layer_(layer, hidden)
         step.complete_(hidden)
     assert captured.num_seen > 10 * len(model._fused)
-    if model.spec.state_layout is not None:
-        return captured.found
-    return captured.found + find_waits_before(model, batch, cache, hidden, inputs)
-
-
-def find_waits_before(model, batch, cache, hidden, inputs):
-    """Run what a graph computes before the layers, from memory that stays where it is."""
-    size = find_size(batch.num_tokens)
-    fixed = FixedDecode(
-        size,
-        count_width(batch, cache, size),
-        cache,
-        hidden_size=hidden.shape[1],
-        ropes=model.ropes,
-        dtype=model.dtype,
-        moe=model.moe,
-    )
-    fixed.fill_(batch, hidden, inputs)
-    with Captured() as captured:
-        fixed.step.begin_()
     return captured.found

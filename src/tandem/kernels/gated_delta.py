@@ -177,3 +177,6 @@ class GatedDeltaRows:
     """First row of each sequence, followed by T."""
     slot_ids: Sequence[int]
     """State slot of each sequence, all different."""
+    slots_T: Tensor | None = None  # noqa: N815
+    """State slot of each row, int64 on the device, if each row is a sequence's next token and no
+    value may be read by the host; then ``slot_ids`` is not used. Equal slots have equal rows."""

@@ -13,7 +13,13 @@ torch = pytest.importorskip("torch", reason="models need the `serve` extra")
 pytest.importorskip("transformers", reason="models need the `serve` extra")
 
 
-from tandem.core.clock import MonotonicClock  # noqa: E402 - after the skip
+from hybrid import (  # noqa: E402 - after the skip
+    save_hybrid,
+    save_kimi_delta,
+    save_short_convolutions,
+)
+
+from tandem.core.clock import MonotonicClock  # noqa: E402
 from tandem.core.wire import AddRequest, SamplingParams  # noqa: E402
 from tandem.engine import planning  # noqa: E402
 from tandem.engine.build import build_engine  # noqa: E402
@@ -50,13 +56,14 @@ class Turns:
         pass
 
 
-def build(*, is_captured, deferred=0, is_uploading=False, num_slots=0):
+def build(path="demo", *, is_captured, deferred=0, is_uploading=False, num_slots=0):
     config = EngineConfig(kv_cache_gib=0.004, block_size=16, max_batch_tokens=64)
     model = ModelConfig(
-        path="demo",
+        path=str(path),
         device="cuda",
         dtype="float32",
         packed_cache="off",
+        proof="off",
         deferred_experts=deferred,
     )
     built = build_engine(model, config, MonotonicClock())
@@ -131,6 +138,29 @@ def test_captured_equals_queued(device, deferred, is_uploading, num_slots):
     num_graphs = len(set(map(id, launched)))
     assert num_graphs > len(fixed) if is_uploading else num_graphs == len(fixed) > 3
     assert len(launched) > 2 * (max(LENGTHS) - 2)
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        save_hybrid,
+        pytest.param(save_kimi_delta, marks=pytest.mark.slow),
+        pytest.param(save_short_convolutions, marks=pytest.mark.slow),
+    ],
+)
+def test_states_are_updated_in_a_graph(device, tmp_path, save):
+    """Slots are numbers in fixed memory; padding rows write the first token's state again."""
+    plain, queued, captured = (
+        build(save(tmp_path), is_captured=flag) for flag in (False, False, True)
+    )
+    plain.model._fixed = None
+    wanted = generate(queued)
+    assert generate(captured) == wanted
+    # One sequence after the other, in other operators: other sums, the same tokens.
+    assert tell_tokens(wanted) == tell_tokens(generate(plain))
+    fixed = captured.model._fixed
+    assert {size for size, _ in fixed} == {1, 2, 4}
+    assert all(one.states is not None for one in fixed.values())
 
 
 def test_a_value_that_is_looked_at_ends_the_capture(device):

@@ -73,8 +73,9 @@ def test_what_the_store_has_reaches_the_device(far, tmp_path, kind):
                 time.sleep(0.005)
             made.append(Served(store, settings, model))
             assert made[1].generate(PROMPT) == (expected, 5 * BLOCK)
-            # The tail of a block that came is copied to another one before the first layer.
-            assert made[1].generate([*PROMPT[:70], 9])[1] >= 4 * BLOCK
+            if kind == "blocks":
+                # A part of a block that came, which is copied to a block of its own.
+                assert made[1].generate([*PROMPT[:70], 9])[1] >= 4 * BLOCK
             counters = made[1].tier.counters
             assert counters.loaded_blocks == 5
             assert counters.loaded_states == (kind == "states")

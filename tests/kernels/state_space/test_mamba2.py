@@ -122,15 +122,19 @@ def test_native(isa, dtype, shape, options, draw, wide, count_outside):
 
 @both_dtypes
 def test_torch(dtype, draw, wide, count_outside):
-    """The form of other devices, its steps in float32, continued from its slots."""
+    """The form of other devices, its steps in float32, continued from its slots; the last token
+    of each sequence as a graph computes it, with a row of padding."""
     rule = make_rule(draw, "narrow")
-    parts, rows = make_rows(draw, rule, [20, 3], dtype, torch.float32)
+    parts, rows = make_rows(draw, rule, [21, 4], dtype, torch.float32)
     slots = StateSlots.allocate(rule, 2, dtype)
-    pieces = [
-        run_mamba2(rule, *(p[:8] for p in parts), StateRows([0, 8], [1]), slots),
-        run_mamba2(rule, *(p[8:] for p in parts), StateRows([0, 12, 15], [1, 0]), slots),
-    ]
-    weights, out = to_oracle(rule, wide), torch.cat(pieces)
+    out = parts[1].new_empty(25, rule.num_values)
+    for index, own in (
+        (list(range(8)), StateRows([0, 8], [1])),
+        ([*range(8, 20), *range(21, 24)], StateRows([0, 12, 15], [1, 0])),
+        ([20, 24, 20], StateRows([], [], torch.tensor([1, 0, 1]))),
+    ):
+        out[index] = run_mamba2(rule, *(part[index] for part in parts), own, slots)
+    weights = to_oracle(rule, wide)
     assert count_all_outside(weights, rule, parts, rows, out, slots, wide, count_outside) == 0
 
 

@@ -161,7 +161,9 @@ class KimiDelta(StateSpace):
         betas = self.beta_matrix.forward(h_TD, dtype=self.beta_matrix.out_dtype or dtype)
         b_TH, waist = betas.split([spec.num_heads, spec.decay_waist], -1)
         decays = self.decay_matrix.forward(waist.contiguous(), dtype=betas.dtype)
-        delta_rows = GatedDeltaRows(x_TC, gate, decays, b_TH, rows.query_start, rows.slot_ids)
+        delta_rows = GatedDeltaRows(
+            x_TC, gate, decays, b_TH, rows.query_start, rows.slot_ids, rows.slots_T
+        )
         return run_gated_delta(self.rule, delta_rows, slots)
 
 

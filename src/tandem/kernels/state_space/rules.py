@@ -27,6 +27,8 @@ class StateRows:
     """First row of each sequence, followed by T."""
     slot_ids: Sequence[int]
     """State slot of each sequence, all different."""
+    slots_T: Tensor | None = None  # noqa: N815 - a shape suffix
+    """As ``GatedDeltaRows.slots_T``."""
 
 
 class ShortConvRule:

@@ -19,6 +19,10 @@ def run_short_conv(
     rule: ShortConvRule, x_T3C: Tensor, rows: StateRows, slots: StateSlots
 ) -> Tensor:
     """Return [T, C], new, in the dtype of ``x_T3C`` (its rows are B, C, x); update the slots."""
+    if rows.slots_T is not None:
+        b, c, x = x_T3C.chunk(3, -1)
+        mixed = _convolve_decodes(slots, rows.slots_T, b * x, rule.conv_WC, rule.bias_C)
+        return (c.float() * mixed).to(x.dtype)
     outs = [x_T3C[:0, : x_T3C.shape[1] // 3]]
     for part, slot in _list_parts(rows):
         b, c, x = x_T3C[part].chunk(3, -1)
@@ -48,17 +52,26 @@ def run_mamba2(
         rows: sequences of the rows.
         slots: states of the sequences.
     """
+    if rows.slots_T is not None:
+        mixed = _convolve_decodes(slots, rows.slots_T, x_TC, rule.conv_WC, rule.conv_bias_C)
+        y = _step_decodes(rule, F.silu(mixed), dt_TH.float(), slots, rows.slots_T)
+        return _gate(rule, y, z_THP).to(x_TC.dtype)
     outs = [z_THP[:0]]
     for part, slot in _list_parts(rows):
         seen = torch.cat([slots.carried.tensor[slot], x_TC[part]])
         mixed = F.silu(_convolve(seen, rule.conv_WC, rule.conv_bias_C))
         slots.carried.tensor[slot] = seen[len(seen) - len(rule.conv_WC) + 1 :]
         y = _scan(rule, mixed, dt_TH[part].float(), slots.states.tensor[slot])
-        gated = y * F.silu(z_THP[part].float())
-        grouped = gated.unflatten(-1, (rule.num_groups, -1))
-        normed = torch.rms_norm(grouped, grouped.shape[-1:], None, rule.norm_eps).flatten(1)
-        outs.append((normed * rule.norm_HP).to(x_TC.dtype))
+        outs.append(_gate(rule, y, z_THP[part]).to(x_TC.dtype))
     return torch.cat(outs)
+
+
+def _gate(rule: Mamba2Rule, y_THP: Tensor, z_THP: Tensor) -> Tensor:
+    """Return the gated and normed outputs, float32 [T, H * P]."""
+    gated = y_THP * F.silu(z_THP.float())
+    grouped = gated.unflatten(-1, (rule.num_groups, -1))
+    normed = torch.rms_norm(grouped, grouped.shape[-1:], None, rule.norm_eps).flatten(1)
+    return normed * rule.norm_HP
 
 
 def _list_parts(rows: StateRows) -> Iterator[tuple[slice, int]]:
@@ -73,17 +86,53 @@ def _convolve(seen: Tensor, conv_WC: Tensor, bias_C: Tensor | None) -> Tensor:
     return F.conv1d(seen.float().T[None], weight, bias_C, groups=len(weight))[0].T
 
 
-def _scan(rule: Mamba2Rule, mixed_TC: Tensor, dt_TH: Tensor, state_HKNc: Tensor) -> Tensor:
-    """Run the recurrence; return outputs with the skip connection, [T, H * P]; update the state."""
-    heads, groups, size = rule.num_heads, rule.num_groups, rule.head_dim
-    keys = groups * rule.state_dim
+def _convolve_decodes(
+    slots: StateSlots, slots_T: Tensor, x_TC: Tensor, conv_WC: Tensor, bias_C: Tensor | None
+) -> Tensor:
+    """Return the convolution of each sequence's next token, float32 [T, C]; update the slots."""
+    seen_TWC = torch.cat((slots.carried.tensor.index_select(0, slots_T), x_TC[:, None]), 1)
+    slots.carried.tensor.index_copy_(0, slots_T, seen_TWC[:, 1:])
+    mixed_TC = (seen_TWC.float() * conv_WC).sum(1)
+    return mixed_TC if bias_C is None else mixed_TC + bias_C
+
+
+def _step_decodes(
+    rule: Mamba2Rule, mixed_TC: Tensor, dt_TH: Tensor, slots: StateSlots, slots_T: Tensor
+) -> Tensor:
+    """Return ``_scan`` of one token of each sequence, by operators that a graph can hold."""
+    x, b, c, dt = _prepare(rule, mixed_TC, dt_TH)
+    decay = torch.exp(-rule.decay_rate_H * dt)
+    state = slots.states.tensor.index_select(0, slots_T)
+    panels, columns = state.shape[2], state.shape[4]
+    state = state.transpose(2, 3).flatten(3)[..., : rule.head_dim]
+    update = dt[..., None] * x
+    state = state * decay[..., None, None] + b[..., None] * update[:, :, None]
+    out_THP = (state * c[..., None]).sum(2) + rule.skip_H[:, None] * x
+    whole = F.pad(state, (0, panels * columns - rule.head_dim))
+    whole = whole.unflatten(-1, (panels, -1)).transpose(2, 3)
+    slots.states.tensor.index_copy_(0, slots_T, whole)
+    return out_THP.flatten(1)
+
+
+def _prepare(
+    rule: Mamba2Rule, mixed_TC: Tensor, dt_TH: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x [T, H, P], B and C [T, H, N], and time steps [T, H]."""
+    groups, keys = rule.num_groups, rule.num_groups * rule.state_dim
     x, b, c = mixed_TC.split([rule.num_values, keys, keys], -1)
-    x = x.unflatten(-1, (heads, size))
     b, c = (
-        part.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for part in (b, c)
+        part.unflatten(-1, (groups, -1)).repeat_interleave(rule.num_heads // groups, 1)
+        for part in (b, c)
     )
     low, high = rule.dt_limits
     dt = F.softplus(dt_TH + rule.dt_bias_H).clamp(low, high)
+    return x.unflatten(-1, (rule.num_heads, rule.head_dim)), b, c, dt
+
+
+def _scan(rule: Mamba2Rule, mixed_TC: Tensor, dt_TH: Tensor, state_HKNc: Tensor) -> Tensor:
+    """Run the recurrence; return outputs with the skip connection, [T, H * P]; update the state."""
+    size = rule.head_dim
+    x, b, c, dt = _prepare(rule, mixed_TC, dt_TH)
     decay = torch.exp(-rule.decay_rate_H * dt)
     state = state_HKNc.transpose(1, 2).flatten(2)[..., :size]
     outs: list[Tensor] = []

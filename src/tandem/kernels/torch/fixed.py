@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.kernels.interfaces import Angles
 from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import MoeLayers, StepRouting
+from tandem.kernels.states import StateCache
 from tandem.kernels.torch.attention import MAX_GATHER_BYTES, DecodeGroup
 from tandem.kernels.torch.step import Group, TorchStep, compute_angles
 
@@ -54,6 +55,7 @@ class FixedDecode:
         ropes: give the RoPE angles.
         dtype: the model's dtype.
         moe: layers with routed experts; None: there are none.
+        states: slots of states; None: no layer has one.
     """
 
     def __init__(
@@ -66,12 +68,15 @@ class FixedDecode:
         ropes: tuple[Angles, ...],
         dtype: torch.dtype,
         moe: MoeLayers | None,
+        states: StateCache | None = None,
     ) -> None:
         device = cache.tensor.device
         self.size, self.width = size, width
         self._cache = cache
         self.token_ids = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros_like(self.token_ids)
+        self.states = states
+        self.state_slots = torch.zeros_like(self.token_ids)
         self.hidden = torch.zeros(size, hidden_size, dtype=dtype, device=device)
         """Residual stream, [B, D]."""
         self.layer_inputs: Tensor | None = None
@@ -120,6 +125,9 @@ class FixedDecode:
             if self.layer_inputs is None:
                 self.layer_inputs = layer_inputs.new_zeros(self.size, *layer_inputs.shape[1:])
             _put(self.layer_inputs, layer_inputs)
+        if self.states is not None:
+            slots = torch.tensor(batch.state_slots, dtype=torch.int64)
+            _put(self.state_slots, slots.to(self.positions.device))
         self.groups[0].fill_(batch)
         if len(self.groups) > 1:
             own = self._cache.place_windows(batch)
@@ -185,8 +193,13 @@ class FixedStep(TorchStep):
     ) -> None:
         self._memory, self._ropes, self._dtype = memory, ropes, dtype
         self._init_parts(
-            cache, cast("list[Group]", memory.groups), memory.positions, routing=memory.routing
+            cache,
+            cast("list[Group]", memory.groups),
+            memory.positions,
+            states=memory.states,
+            routing=memory.routing,
         )
+        self._state_rows = ((), [], memory.state_slots)
 
     def begin_(self) -> None:
         """Compute angles and attention plan on the device from the fixed memory."""

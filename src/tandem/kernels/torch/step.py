@@ -122,7 +122,7 @@ class TorchStep:
             cache, groups, batch.positions, on_layer=on_layer, states=states, routing=routing
         )
         self._batch = batch
-        self._state_rows = (batch.query_start, list(batch.state_slots))
+        self._state_rows = (batch.query_start, list(batch.state_slots), None)
         self._angles = [compute_angles(rope, batch.positions, dtype) for rope in ropes]
 
     def _init_parts(
@@ -139,7 +139,7 @@ class TorchStep:
         self._groups = groups
         self._on_layer = on_layer
         self._states = states
-        self._state_rows: tuple[Sequence[int], list[int]] = ((), [])
+        self._state_rows: tuple[Sequence[int], list[int], Tensor | None] = ((), [], None)
         self._routing = routing
         self._batch: PagedBatch | None = None
         """The step's batch, in which sparse attention looks up the sequences."""
@@ -313,11 +313,11 @@ class TorchStep:
 
     def _mix_states(self, layer: GatedDelta, h_TD: Tensor) -> Tensor:
         assert self._states is not None, "a layer with a state without slots"
-        spec, (query_start, slot_ids) = layer.spec, self._state_rows
+        spec = layer.spec
         qkvz = layer.qkvz_matrix.forward(h_TD, dtype=h_TD.dtype)
         b, a = layer.ba_matrix.forward(h_TD, dtype=torch.float32).chunk(2, -1)
         channels = spec.num_channels
-        rows = GatedDeltaRows(qkvz[:, :channels], qkvz[:, channels:], a, b, query_start, slot_ids)
+        rows = GatedDeltaRows(qkvz[:, :channels], qkvz[:, channels:], a, b, *self._state_rows)
         return run_gated_delta(layer.rule, rows, self._states.layers[layer.state_idx])
 
     def _mix_latents(self, attention: MlaAttention, h_TD: Tensor) -> Tensor:

@@ -498,7 +498,9 @@ class CausalModel:
             routing = StepRouting(self.moe, batch, kv_cache, self.dtype)
             self.choices = routing.choices
         # A graph cannot wait for copies that are begun anew in each step.
-        fixed = None if on_layer or states or loads else self._find_fixed(batch, kv_cache)
+        fixed = None
+        if on_layer is None and loads is None:
+            fixed = self._find_fixed(batch, kv_cache, states)
         if fixed is not None:
             return self._run_fixed(fixed, batch)
         step = self._execution.begin_step(
@@ -535,7 +537,9 @@ class CausalModel:
             hidden = self._norm(hidden)
         return hidden
 
-    def _find_fixed(self, batch: PagedBatch, kv_cache: PagedKvCache) -> FixedDecode | None:
+    def _find_fixed(
+        self, batch: PagedBatch, kv_cache: PagedKvCache, states: StateCache | None
+    ) -> FixedDecode | None:
         """Return the fixed memory for capturing this step in a graph; None: run without a graph."""
         is_decode = batch.num_sequences == batch.num_tokens > 0
         if self._fixed is None or not is_decode or batch.adapter_rows:
@@ -554,6 +558,7 @@ class CausalModel:
                 ropes=self.ropes,
                 dtype=self.dtype,
                 moe=self.moe,
+                states=states,
             )
         return found
 
