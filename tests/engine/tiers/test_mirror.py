@@ -22,7 +22,7 @@ from tandem.engine.scheduling.blocks import BlockCopy
 from tandem.engine.stepping.messages import StepInput
 from tandem.engine.tiers.mirror import KvMirror
 from tandem.kernels.fake.device import FakeDevice
-from tandem.kernels.lanes.mirrors import StepLoads
+from tandem.kernels.lanes.mirrors import KvArrivals
 from tandem.kernels.paged import LayerPlace, PagedKvCache
 from tandem.models.config import ModelConfig
 from tandem.models.loading import loader
@@ -135,7 +135,7 @@ def test_copies_of_a_step_that_failed_have_ended_before_the_next():
         cache, mirror = make_mirror(device)
         mirror.blocks.view_bytes()[:] = 1
         mirror.note_loaded(range(6))
-        assert isinstance(mirror.begin(StepInput([])), StepLoads)
+        assert isinstance(mirror.begin(StepInput([])), KvArrivals)
         assert mirror.begin(StepInput([])) is None
         assert cache.view_items().all()
 

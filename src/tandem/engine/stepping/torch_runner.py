@@ -28,7 +28,7 @@ from tandem.engine.stepping.runner import StepHandle
 from tandem.engine.stepping.sampler import gather_logprobs, sample_tokens
 from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState
 from tandem.engine.tiers.mirror import KvMirror
-from tandem.kernels.lanes.mirrors import StepLoads
+from tandem.kernels.lanes.mirrors import KvArrivals
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.states import StateCache
 from tandem.models.loading.loader import CausalModel
@@ -140,7 +140,7 @@ class TorchRunner:
         self,
         batch: PagedBatch,
         on_layer: Callable[[int], None] | None,
-        loads: StepLoads | None,
+        loads: KvArrivals | None,
     ) -> Tensor:
         model, states = self._model, self._state_cache
         if isinstance(model, OwnModel):

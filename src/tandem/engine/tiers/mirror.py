@@ -14,7 +14,7 @@ from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.stepping.messages import StepInput
 from tandem.engine.transfers import BlockTransfers, LoadSink
-from tandem.kernels.lanes.mirrors import HostMirror, StepLoads
+from tandem.kernels.lanes.mirrors import HostMirror, KvArrivals
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
 
@@ -62,7 +62,7 @@ class KvMirror:
         with self._lock:
             self._loaded.update(numbers)
 
-    def begin(self, step: StepInput) -> StepLoads | None:
+    def begin(self, step: StepInput) -> KvArrivals | None:
         """Begin to copy what has come to the device; return what the step waits for.
 
         States are waited for here, as the step begins by copying them.
@@ -77,11 +77,11 @@ class KvMirror:
             return None
         blocks, windows, states = _sort_out(loaded)
         if states and self.states is not None:
-            StepLoads(self._device, [self.states.load(states)]).wait_all()
+            KvArrivals(self._device, [self.states.load(states)]).wait_all()
         events = [self.blocks.load(blocks) if blocks else []]
         if windows and self.windows is not None:
             events.append(self.windows.load(windows))
-        loads = StepLoads(self._device, events)
+        loads = KvArrivals(self._device, events)
         if step.copies or step.window_copies:
             # They read and write whole blocks before the first layer.
             loads.wait_all()

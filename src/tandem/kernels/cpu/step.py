@@ -18,7 +18,7 @@ from tandem.core.model.layers import GqaSpec
 from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.latents import LatentBuffers
 from tandem.kernels.interfaces import Angles, AttentionRule
-from tandem.kernels.lanes.mirrors import StepLoads
+from tandem.kernels.lanes.mirrors import KvArrivals
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import BesideExperts, DecoderLayer, LayerInput
@@ -89,7 +89,7 @@ class CpuStep:
         """Inputs [T, layers, items] of models whose layers have an additional input; set before the
         layers run.
         """
-        self.loads: StepLoads | None = None
+        self.loads: KvArrivals | None = None
         """Copies of KV that layers wait for; None: all KV is there."""
         self._no_angles: tuple[_native.TensorView, _native.TensorView] | None = None
         self._dtype = dtype

@@ -14,10 +14,10 @@ from torch import Tensor
 from tandem.kernels.device import Device, Event
 from tandem.kernels.paged import LayerPlace
 
-__all__ = ["HostMirror", "StepLoads"]
+__all__ = ["HostMirror", "KvArrivals"]
 
 
-class StepLoads:
+class KvArrivals:
     """Copies to the device that a step waits for, layer by layer.
 
     Args:

@@ -28,7 +28,7 @@ class StateRows:
     slot_ids: Sequence[int]
     """State slot of each sequence, all different."""
     slots_T: Tensor | None = None  # noqa: N815 - a shape suffix
-    """As ``GatedDeltaRows.slots_T``."""
+    """State slot of each row, on the device; see ``GatedDeltaRows.slots_T``."""
 
 
 class ShortConvRule:

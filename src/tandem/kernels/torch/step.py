@@ -13,7 +13,7 @@ from tandem.core.model.layers import IndexSpec
 from tandem.kernels.activation import apply_function
 from tandem.kernels.gated_delta import GatedDeltaRows
 from tandem.kernels.interfaces import Angles, AttentionRule
-from tandem.kernels.lanes.mirrors import StepLoads
+from tandem.kernels.lanes.mirrors import KvArrivals
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import BesideExperts, DecoderLayer, LayerInput
@@ -153,7 +153,7 @@ class TorchStep:
         """The running layer, if its experts are beside its MLP."""
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._positions = positions
-        self.loads: StepLoads | None = None
+        self.loads: KvArrivals | None = None
         """Copies of KV that layers wait for; None: all KV is there."""
         self.layer_inputs: Tensor | None = None
         """Inputs [T, layers, items] of models whose layers have an additional input; set before the

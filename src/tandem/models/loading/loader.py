@@ -36,7 +36,7 @@ from tandem.kernels.devices import DeviceContext, open_device
 from tandem.kernels.hybrid import HostExperts, HybridDecoder, find_size
 from tandem.kernels.interfaces import Angles, WeightReader
 from tandem.kernels.lanes.loads import make_loads
-from tandem.kernels.lanes.mirrors import StepLoads
+from tandem.kernels.lanes.mirrors import KvArrivals
 from tandem.kernels.lanes.slots import ExpertSlots, SlotPolicy
 from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
 from tandem.kernels.lanes.uploads import Split, UploadLane
@@ -416,7 +416,7 @@ class CausalModel:
         kv_cache: PagedKvCache,
         on_layer: Callable[[int], None] | None = None,
         states: StateCache | None = None,
-        loads: StepLoads | None = None,
+        loads: KvArrivals | None = None,
     ) -> Tensor:
         """Run one step: write the KV of the batch's tokens and return the wanted hidden states.
 
@@ -491,7 +491,7 @@ class CausalModel:
         kv_cache: PagedKvCache,
         on_layer: Callable[[int], None] | None,
         states: StateCache | None,
-        loads: StepLoads | None,
+        loads: KvArrivals | None,
     ) -> Tensor:
         routing = None
         if self.moe is not None:
