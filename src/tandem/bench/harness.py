@@ -33,7 +33,7 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     baseline_name: str | None
     unit: str
     ratio: float | None
-    """How many times better ours is than the baseline; above 1 ours is better, whatever the unit.
+    """Times by which ours is better than the baseline; above 1 ours is better, whatever the unit.
     """
     ratio_iqr: tuple[float, float] | None
     ceiling: float | None
