@@ -26,6 +26,7 @@ from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.kernels.lanes.mirrors import KvArrivals
 from tandem.kernels.operators.gated_delta import GatedDelta
 from tandem.kernels.paged import PagedBatch, PagedKvCache, SequenceChunk
 from tandem.kernels.states import StateCache
@@ -148,6 +149,7 @@ class EngineDriver:
             kv_cache: PagedKvCache,
             on_layer: Callable[[int], None] | None = None,
             states: StateCache | None = None,
+            loads: KvArrivals | None = None,
         ) -> torch.Tensor:
             return hidden[: len(batch.logit_rows)]
 
