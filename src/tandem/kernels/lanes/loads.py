@@ -76,7 +76,7 @@ class ExpertLoads(Protocol):
         ...
 
     def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
-        """Begin a prompt's sum over a layer's experts, which are added range by range."""
+        """Return an empty sum of a prompt's expert outputs, to be filled range by range."""
         ...
 
 
@@ -150,7 +150,7 @@ class PackedLoads:
         )
 
     def begin_sum(self, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> LayerSum:
-        """Begin a prompt's sum over the layer's experts with the native kernels."""
+        """Return an empty sum of a prompt's expert outputs, computed by the native kernels."""
         return _PackedSum(self._bank, self.expert_bytes, x_TD, ids_TK, w_TK)
 
 

@@ -112,7 +112,9 @@ def _choose_frozen(module: Any) -> str:
 
 
 def _choose_latent(module: Any) -> str:
-    """Return the operator of a projection to experts' latents, which may be the identity."""
+    """Return the operator name for a projection between the model's hidden size and the experts'
+    smaller one: ``Linear``, or ``default`` (unchanged) for a module that is not linear.
+    """
     return "Linear" if isinstance(module, nn.Linear) else DEFAULT
 
 
