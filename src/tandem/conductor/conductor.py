@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.conductor.admission import Admission, Rejection
-from tandem.conductor.directory import Chain, ExpectedBlocks, PrefixDirectory, cut_to_group
+from tandem.conductor.directory import (
+    Chain,
+    ExpectedBlocks,
+    PrefixDirectory,
+    cut_to_group,
+    match_chain,
+)
 from tandem.conductor.estimator import COST_NAMES, StepEstimator
 from tandem.conductor.fleet import (
     DECODE,
@@ -347,16 +353,22 @@ class Conductor:
 
     def count_hits(self, chains: Sequence[Chain]) -> IntColumn:
         """Return the tokens of a prompt whose KV each row is known to hold."""
-        hits = np.zeros(self.fleet.num_rows, np.int64)
+        fleet = self.fleet
+        hits = np.zeros(fleet.num_rows, np.int64)
         for chain in chains:
-            found = np.zeros(self.fleet.num_rows, np.int64)
-            self.directory.match(chain, found)
-            self._expected.match(chain, found)
-            for depth in {*self.fleet.group_depth[found > 0].tolist()} - {0}:
-                rows = self.fleet.group_depth == depth
-                cut_to_group(chain, self._find_group, depth, found, rows)
+            if not fleet.group_depths:
+                match_chain(chain, self._find_block, hits)
+                continue
+            found = np.zeros(fleet.num_rows, np.int64)
+            match_chain(chain, self._find_block, found)
+            for depth in fleet.group_depths:
+                cut_to_group(chain, self._find_group, depth, found, fleet.group_depth == depth)
             np.maximum(hits, found, out=hits)
         return hits
+
+    def _find_block(self, key: int) -> int:
+        """Return the rows that hold or will hold a block."""
+        return self.directory.find(key) | self._expected.find(key)
 
     def _find_group(self, key: int) -> int:
         """Return the rows that hold or will hold a block's window or the state behind it."""
@@ -442,12 +454,12 @@ class Conductor:
         parts: TtftParts,
         decode: int,
     ) -> Decision:
-        others = rows[rows != row]
-        total_s = parts.total_s[others]
-        if len(others) >= MAX_CANDIDATES:
-            best = np.argpartition(total_s, MAX_CANDIDATES - 2)[: MAX_CANDIDATES - 1]
-            others, total_s = others[best], total_s[best]
-        named = [row, *others[np.argsort(total_s)].tolist()]
+        total_s = parts.total_s[rows]
+        if len(rows) > MAX_CANDIDATES:
+            best = total_s.argpartition(MAX_CANDIDATES - 1)[:MAX_CANDIDATES]
+            rows, total_s = rows[best], total_s[best]
+        ranked: list[int] = rows[total_s.argsort()].tolist()
+        named = [row, *(each for each in ranked if each != row)][:MAX_CANDIDATES]
         names = [self.fleet.name_of(each) for each in named]
         return Decision(
             route, names, parts.select(np.array(named)), self._predict_tpot(decode, question)

@@ -90,7 +90,9 @@ class ExpectedBlocks:
 
     def note(self, rows: int, keys: Sequence[int]) -> None:
         """Record that rows, given as bits, will hold blocks."""
-        self._young.update(dict.fromkeys(keys, rows))
+        young = self._young
+        for key in keys:
+            young[key] = rows
         if len(self._young) > self._max_keys // 2:
             self._young, self._old = {}, self._young
 

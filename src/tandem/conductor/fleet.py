@@ -87,6 +87,7 @@ class Fleet:
         costs: seconds of a step by feature; see ``StepEstimator``.
         load_tokens_per_s: KV that it loads from other instances or the store.
         work: one row for each field of ``Work``, summed up since the instance joined.
+        group_depths: the values of ``group_depth`` other than 0, kept because few fleets have any.
     """
 
     def __init__(self) -> None:
@@ -105,6 +106,7 @@ class Fleet:
         self.costs: FloatColumn = np.zeros((NUM_FEATURES, 0))
         self.load_tokens_per_s: FloatColumn = np.zeros(0)
         self.work: FloatColumn = np.zeros((len(Work._fields), 0))
+        self.group_depths: frozenset[int] = frozenset()
         self._grow(FIRST_ROWS)
 
     def _grow(self, num_more: int) -> None:
@@ -116,7 +118,8 @@ class Fleet:
         self.is_draining = np.pad(self.is_draining, more)
         self.role = np.pad(self.role, more)
         self.identity = np.pad(self.identity, more)
-        self.reads = np.pad(self.reads, more)
+        # In this order the readers of one row lie together: decisions ask for them.
+        self.reads = np.asfortranarray(np.pad(self.reads, more))
         self.num_readers = np.pad(self.num_readers, more)
         self.facts = np.pad(self.facts, ((0, 0), more), constant_values=1)
         self.load = np.pad(self.load, ((0, 0), more))
@@ -207,6 +210,8 @@ class Fleet:
         row = self._rows[ref.name]
         self.refs[row] = ref
         self.facts[:, row] = facts
+        depths = self.group_depth[list(self._rows.values())]
+        self.group_depths = frozenset(depths[depths > 0].tolist())
         self.identity[row] = self._number_identity(ref.identity)
         self.load[:, row] = 0
         self.is_serving[row] = True

@@ -62,17 +62,18 @@ def predict_ttft(
         is_fetched = shared_len > np.maximum(threshold * prefix, prefix)
         np.divide(shared_len - prefix, fleet.load_tokens_per_s, out=transfer_s, where=is_fetched)
         prefix[is_fetched] = shared_len
-    costs, budget = fleet.costs, fleet.max_batch_tokens
+    step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs
+    # Integers are converted once: numpy converts them again in each operation with a float.
+    budget, known = fleet.max_batch_tokens.astype(np.float64), prefix.astype(np.float64)
     # Each step that computes queued prompts also computes one token of every decoding request
     # there.
-    step_s = costs[0] + costs[3] * fleet.num_decoding + costs[4] * fleet.decode_tokens
+    step_s = step_cost + decode_cost * fleet.num_decoding + kv_cost * fleet.decode_tokens
     queued = fleet.queued_tokens
-    queue_s = (
-        costs[1] * queued + costs[2] * fleet.queued_context + np.ceil(queued / budget) * step_s
-    )
-    fresh = prompt_len - prefix
-    context = 0.5 * (prompt_len * prompt_len - prefix * prefix)
-    prefill_s = costs[1] * fresh + costs[2] * context + np.ceil(fresh / budget) * step_s
+    queue_s = token_cost * queued + context_cost * fleet.queued_context
+    queue_s += np.ceil(queued / budget) * step_s
+    fresh = prompt_len - known
+    context = 0.5 * (prompt_len * prompt_len - known * known)
+    prefill_s = token_cost * fresh + context_cost * context + np.ceil(fresh / budget) * step_s
     return TtftParts(transfer_s, queue_s, prefill_s, transfer_s + queue_s + prefill_s, prefix)
 
 
@@ -90,15 +91,12 @@ def predict_tpot(
         prompt_len: tokens that its first decode reads.
         max_tokens: that it may generate; half of them are taken for what it will.
     """
-    costs = fleet.costs[:, rows]
+    step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs[:, rows]
     num_tokens = max(max_tokens / 2, 1.0)
-    decode_s = (
-        costs[0]
-        + costs[3] * (fleet.num_decoding[rows] + 1)
-        + costs[4] * (fleet.decode_tokens[rows] + prompt_len + num_tokens / 2)
-    )
-    queued, context = fleet.queued_tokens[rows], fleet.queued_context[rows]
-    queue_s = costs[1] * queued + costs[2] * context
+    decode_s = step_cost + decode_cost * (fleet.num_decoding[rows] + 1)
+    decode_s += kv_cost * (fleet.decode_tokens[rows] + (prompt_len + num_tokens / 2))
+    queued = fleet.queued_tokens[rows]
+    queue_s = token_cost * queued + context_cost * fleet.queued_context[rows]
     # Add the time that queued prompts add to a decode step: at most one full step of their tokens.
-    step_share = np.minimum(fleet.max_batch_tokens[rows] / np.maximum(queued, 1.0), 1.0)
-    return decode_s + np.minimum(queue_s * step_share, queue_s / num_tokens)
+    step_share = fleet.max_batch_tokens[rows] / np.maximum(queued, 1.0)
+    return decode_s + queue_s * np.minimum(step_share, 1.0 / num_tokens)
