@@ -12,6 +12,8 @@ from tandem.core.errors import ConfigError
 from tandem.finetune.data.examples import Example, collate, pack
 from tandem.finetune.recipes.targets import find_targets, name_targets
 from tandem.finetune.training.model import load_frozen
+from tandem.kernels.operators.frozen_linear import FrozenLinear
+from tandem.models.gguf_export import export_gguf
 from tandem.models.loading.hub import DEMO_FOLDER
 
 STEPS = 4
@@ -103,3 +105,25 @@ def test_packed_rows_do_not_see_each_other(pool):
         for row, begin in zip(rows, (0, 9), strict=True):
             alone = model(input_ids=torch.tensor([row])).logits[0]
             torch.testing.assert_close(together[0, begin : begin + len(row)], alone)
+
+
+@pytest.mark.parametrize("mixture", ["q4_k_m", "q2_k"])
+def test_a_gguf_file_is_trained_on_its_own_codes(mixture, pool, tmp_path):
+    """Codes are kept as the file has them, and training on them is training on their values.
+
+    The oracle is torch on the decoded weights. The bound is that of rounding activations to int8.
+    """
+    export_gguf("demo", mixture, tmp_path / "model")
+    decoded = load_frozen(str(tmp_path / "model"), expert_format="none", pool=pool)
+    stored = load_frozen(
+        str(tmp_path / "model"), expert_format="stored", linear_format="stored", pool=pool
+    )
+    packed = [matrix for matrix in stored.plan.matrices if matrix.weight_format != "none"]
+    assert {matrix.role for matrix in packed} >= {"experts", "qkv"}
+    for matrix in packed:
+        assert matrix.size_bytes <= 1.02 * matrix.stored_bytes, matrix
+    plain = dict(decoded.model.named_parameters())
+    for name, module in stored.model.named_modules():
+        if isinstance(module, FrozenLinear):
+            assert torch.equal(module.packed.unpack(), plain[f"{name}.weight"]), name
+    assert train(stored.model) == pytest.approx(train(decoded.model), rel=2e-2)

@@ -18,13 +18,14 @@ from tandem.finetune.forecast.fake_step import StepCost, StepShape, simulate_ste
 from tandem.finetune.forecast.machine_speed import measure_speed
 from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
 from tandem.finetune.training.expert_adapters import adapt_model
-from tandem.finetune.training.model import choose_format, plan_training
+from tandem.finetune.training.model import STORED, find_planned_format, plan_training
 from tandem.finetune.training.output_folder import check_folders
 from tandem.finetune.training.trainer import (
     check_packages,
     count_steps,
     make_lora_config,
 )
+from tandem.kernels.weights.formats import WeightFormat
 from tandem.models.families import open_checkpoint
 from tandem.models.loading.skeleton import build_skeleton
 
@@ -197,14 +198,15 @@ def _count_memory(
     batch *= _count_sequences(recipe)
     width = min(data.longest, recipe.data.cutoff_len)
     is_bf16 = recipe.train.bf16
-    packed = choose_format(recipe.model.expert_format, is_bf16=is_bf16)
+    packed = find_planned_format(plan, is_expert=True)
+    packed_linear = find_planned_format(plan, is_expert=False)
     shape = StepShape(
         num_rows=batch,
         num_tokens=width,
         is_bf16=is_bf16,
         has_packed_experts=packed is not None,
         has_f32_experts=packed is not None and packed.name == "f32",
-        has_packed_linear=choose_format(recipe.model.linear_format, is_bf16=is_bf16) is not None,
+        has_packed_linear=packed_linear is not None,
         is_checkpointed=recipe.train.gradient_checkpointing,
         has_reference=recipe.method.stage == "dpo",
     )
@@ -223,12 +225,8 @@ def _count_memory(
     rows_name = "rows" if not shape.has_reference else "chosen and rejected answers"
     rows = (
         ("libraries", _count_resident(), "this process now"),
-        ("routed experts", experts, f"frozen, {_name_format(recipe, recipe.model.expert_format)}"),
-        (
-            "other weights",
-            others,
-            f"frozen, {_name_format(recipe, recipe.model.linear_format)}",
-        ),
+        ("routed experts", experts, f"frozen, {_tell_format(packed, is_bf16=is_bf16)}"),
+        ("other weights", others, f"frozen, {_tell_format(packed_linear, is_bf16=is_bf16)}"),
         ("adapters", trainable * WEIGHT_BYTES, f"{trained}, float32"),
         ("gradients", trainable * GRADIENT_BYTES, "float32"),
         ("optimizer", trainable * OPTIMIZER_BYTES, "two moments, float32"),
@@ -241,11 +239,10 @@ def _count_memory(
     return parts, cost, trainable
 
 
-def _name_format(recipe: Recipe, name: str) -> str:
-    found = choose_format(name, is_bf16=recipe.train.bf16)
-    if found is not None:
-        return f"packed as {found.name}"
-    return "tensors in bfloat16" if recipe.train.bf16 else "tensors in float32"
+def _tell_format(packed: WeightFormat | None, *, is_bf16: bool) -> str:
+    if packed is not None:
+        return f"packed as {packed.name}"
+    return "tensors in bfloat16" if is_bf16 else "tensors in float32"
 
 
 def _plan_weights(recipe: Recipe) -> ModelPlan:
@@ -260,7 +257,8 @@ def _plan_weights(recipe: Recipe) -> ModelPlan:
 
 def _predict_step_s(recipe: Recipe, data: DataShape, cost: StepCost) -> float:
     is_bf16 = recipe.train.bf16
-    spec = open_checkpoint(recipe.model.model_name_or_path).spec
+    plan = _plan_weights(recipe)
+    spec = plan.spec
     threads = recipe.model.cpu_infer or recommend_threads(read_topology()).threads
     batch = min(recipe.train.per_device_train_batch_size, data.num_rows)
     tokens = batch * _count_sequences(recipe) * min(data.longest, recipe.data.cutoff_len)
@@ -268,8 +266,8 @@ def _predict_step_s(recipe: Recipe, data: DataShape, cost: StepCost) -> float:
         hidden_size=spec.hidden_size,
         intermediate_size=spec.moe_intermediate_size if spec.num_experts else 0,
         rows_per_expert=tokens * spec.top_k // max(spec.num_experts, 1),
-        expert_format=choose_format(recipe.model.expert_format, is_bf16=is_bf16),
-        linear_format=choose_format(recipe.model.linear_format, is_bf16=is_bf16),
+        expert_format=find_planned_format(plan, is_expert=True),
+        linear_format=find_planned_format(plan, is_expert=False),
         is_bf16=is_bf16,
         num_threads=threads,
     )
@@ -292,7 +290,8 @@ def _find_changes(
     parts, _, _ = _count_memory(recipe, data, costs)
     total = sum(part.size_bytes for part in parts)
     kept: list[str] = []
-    for change in _list_changes(recipe):
+    is_coded = any(matrix.stored_bytes for matrix in _plan_weights(recipe).matrices)
+    for change in _list_changes(recipe, is_coded=is_coded):
         try:
             changed = make_recipe({**values, **change})
             smaller = sum(part.size_bytes for part in _count_memory(changed, data, costs)[0])
@@ -311,15 +310,21 @@ def _render(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _list_changes(recipe: Recipe) -> list[dict[str, Any]]:
-    """Return what to try, in order."""
+def _list_changes(recipe: Recipe, *, is_coded: bool) -> list[dict[str, Any]]:
+    """Return the changes of a recipe that may save memory, in the order to try them.
+
+    Args:
+        recipe: the recipe that does not fit.
+        is_coded: True if the checkpoint has codes, which may be kept.
+    """
     rows = _rows_per_step(recipe)
     tries: list[dict[str, Any]] = []
     if recipe.train.per_device_train_batch_size > 1:
         tries.append({"per_device_train_batch_size": 1, "gradient_accumulation_steps": rows})
+    tries += [{"gradient_checkpointing": True}, {"bf16": True}]
+    if is_coded:
+        tries += [{"expert_format": STORED}, {"linear_format": STORED}]
     tries += [
-        {"gradient_checkpointing": True},
-        {"bf16": True},
         {"expert_format": "int8"},
         {"linear_format": "int8"},
         {"expert_format": "int4"},

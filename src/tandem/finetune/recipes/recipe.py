@@ -41,11 +41,17 @@ class ModelKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     expert_format: Annotated[
         str,
-        Meta(description="Weight format of frozen routed experts: bf16, int8, int4, or none."),
+        Meta(
+            description="Weight format of frozen routed experts: bf16, int8, int4, none (tensors), "
+            "or stored (the codes of a GGUF file or quantized checkpoint as they are)."
+        ),
     ] = "auto"
     linear_format: Annotated[
         str,
-        Meta(description="Weight format of the other frozen matrices; none keeps tensors."),
+        Meta(
+            description="Weight format of the other frozen matrices: as expert_format; none keeps "
+            "tensors."
+        ),
     ] = "none"
     cpu_infer: Annotated[
         Annotated[int, Meta(ge=1, le=4096)] | None,

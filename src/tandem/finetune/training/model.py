@@ -28,13 +28,16 @@ from tandem.models.sources.source import Progress
 from tandem.placement.rules import parse_rules
 
 __all__ = [
+    "STORED",
     "FrozenModel",
-    "choose_format",
     "count_weight_bytes",
+    "find_planned_format",
     "load_frozen",
     "plan_training",
 ]
 
+STORED = "stored"
+"""Setting of a weight format that keeps the checkpoint's codes."""
 KEEP_HEAD = parse_rules(
     "- match: {name: '^lm_head$'}\n  replace: {class: default}\n", "preferences"
 )
@@ -51,23 +54,37 @@ class FrozenModel:
     plan: ModelPlan
 
 
-def choose_format(name: str, *, is_bf16: bool) -> WeightFormat | None:
-    """Return the format of a setting; None keeps tensors.
+def _choose_format(name: str, *, is_bf16: bool) -> str:
+    """Return the planner's word for a setting of ``load_frozen``.
 
-    Args:
-        name: of a format; ``none``, or ``auto``: bf16 packed where the run is in bf16.
-        is_bf16: whether the run is in bf16.
-
-    Raises: ConfigError.
+    Raises: ConfigError (no such format).
     """
-    if name == "none" or (name == "auto" and not is_bf16):
-        return None
-    if name == "auto":
-        return find_format("bf16")
+    if name == STORED:
+        # The planner's auto keeps the codes of a checkpoint that has codes.
+        return "auto"
+    if name == NO_FORMAT or (name == "auto" and not is_bf16):
+        return NO_FORMAT
     try:
-        return find_format(name)
+        return find_format("bf16" if name == "auto" else name).name
     except KeyError as error:
         raise ConfigError("finetune.choose_format", str(error), field="expert_format") from error
+
+
+def find_planned_format(plan: ModelPlan, *, is_expert: bool) -> WeightFormat | None:
+    """Return the format of a plan's largest packed matrix; None if all of them are tensors.
+
+    Args:
+        plan: of ``plan_training``.
+        is_expert: True for routed experts, False for all other matrices.
+    """
+    packed = [
+        matrix
+        for matrix in plan.matrices
+        if (matrix.role == "experts") == is_expert and matrix.weight_format != NO_FORMAT
+    ]
+    largest = max(packed, key=lambda matrix: matrix.size_bytes, default=None)
+    # Matrices that keep the codes of several formats are named by all of them.
+    return None if largest is None else find_format(largest.weight_format.partition("+")[0])
 
 
 def load_frozen(
@@ -86,7 +103,10 @@ def load_frozen(
     Args:
         path_or_id: folder, hub id that was pulled before, or ``demo``.
         is_bf16: tensors in bfloat16 instead of float32.
-        expert_format: weight format of routed experts; see ``choose_format``.
+        expert_format: weight format of routed experts, or one of three words. ``none`` keeps
+            tensors. ``auto`` is bf16 in a run in bf16, and ``none`` otherwise. ``stored`` keeps a
+            checkpoint's codes in their own format, such as those of a GGUF file; a matrix without
+            codes is packed as ``tandem serve`` packs it.
         linear_format: of attention, shared experts, dense blocks, and of a head that is not the
             embedding's matrix.
         pool: runs the native kernels, kept; None = one of ``num_threads``.
@@ -137,16 +157,14 @@ def plan_training(
 ) -> ModelPlan:
     """Decide how the frozen weights of a checkpoint are stored and run; as of ``load_frozen``.
 
-    Raises: as ``plan_model`` and ``choose_format``.
+    Raises: as ``plan_model``; ConfigError (no such format).
     """
-    experts = choose_format(expert_format, is_bf16=is_bf16)
-    linear = choose_format(linear_format, is_bf16=is_bf16)
     return plan_model(
         path_or_id,
         dtype="bfloat16" if is_bf16 else "float32",
         rules=None if is_head_packed else KEEP_HEAD,
-        expert_format=NO_FORMAT if experts is None else experts.name,
-        linear_format=NO_FORMAT if linear is None else linear.name,
+        expert_format=_choose_format(expert_format, is_bf16=is_bf16),
+        linear_format=_choose_format(linear_format, is_bf16=is_bf16),
         expert_parts=1,
         workload="training",
     )

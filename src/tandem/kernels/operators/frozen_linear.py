@@ -6,13 +6,12 @@ Shapes: T rows, K inputs, N outputs.
 import torch
 from torch import Tensor, nn
 
-from tandem._native import ThreadPool
 from tandem.core.model.layers import FrozenLinearSpec
 from tandem.kernels.cpu.autograd import multiply_frozen
 from tandem.kernels.cpu.linear import PackedLinear
 from tandem.kernels.interfaces import WeightReader
-from tandem.kernels.operators.operator import Operator, freeze, read_rows
-from tandem.kernels.weights.formats import WeightFormat
+from tandem.kernels.operators.operator import Operator, freeze
+from tandem.kernels.weights.matrix import MatrixSettings, read_matrix
 
 __all__ = ["FrozenLinear"]
 
@@ -25,30 +24,27 @@ class FrozenLinear(Operator, nn.Linear):
 
     Args:
         spec: sizes, and whether the checkpoint has a bias.
-        weight_format: format in which W is packed.
-        pool: runs the kernels; borrowed for the life of the layer.
+        settings: format in which W is packed, and the threads that run the kernels. A checkpoint
+            that has codes in this format is packed without decoding them.
     """
 
-    def __init__(
-        self, spec: FrozenLinearSpec, *, weight_format: WeightFormat, pool: ThreadPool
-    ) -> None:
+    def __init__(self, spec: FrozenLinearSpec, *, settings: MatrixSettings) -> None:
         nn.Module.__init__(self)
         self.in_features = spec.in_features
         self.out_features = spec.out_features
         self.has_bias = spec.has_bias
-        self.weight_format = weight_format
-        self._pool = pool
+        self._settings = settings
         self.weight = freeze(torch.empty(0))
         self.bias = None  # type: ignore[assignment]
 
     def load(self, reader: WeightReader, name: str) -> None:
         """Read and pack ``weight``, and ``bias`` if there is one."""
-        rows = [(f"{name}.weight", self.out_features)]
-        weight = read_rows(reader, rows, self.in_features, is_scratch=True)
-        biases = [(f"{name}.bias", self.out_features)]
-        bias = read_rows(reader, biases) if self.has_bias else None
-        self.packed = PackedLinear.pack(self.weight_format, weight, bias, pool=self._pool)
-        self.packed_bytes = self.packed.size_bytes
+        parts = [(name, self.out_features)]
+        matrix = read_matrix(
+            self, "", reader, self._settings, parts, self.in_features, has_bias=self.has_bias
+        )
+        assert isinstance(matrix, PackedLinear), "one part in one format"
+        self.packed = matrix
         self.weight = freeze(torch.empty(0, dtype=reader.dtype))
 
     def forward(self, input: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ def build_operator(planned: ModulePlan, model: Any, resources: Resources) -> nn.
             return freeze_mixer(model.get_submodule(name), spec.rule, NativeScan(resources.pool))
         case FrozenLinearSpec():
             assert settings.weight_format is not None, "a frozen matrix is packed"
-            return FrozenLinear(spec, weight_format=settings.weight_format, pool=resources.pool)
+            return FrozenLinear(spec, settings=settings)
         case None:
             raise AssertionError(f"{name} stays a module of the skeleton")
         case _:
