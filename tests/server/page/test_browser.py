@@ -283,7 +283,10 @@ def test_it_can_be_read_on_a_phone(browser, live, say, scheme):
         seen.check_access()
         page.get_by_role("tab", name="Requests").click()
         page.locator(".sent button").first.click()
-        page.locator("svg.waterfall").wait_for()
+        picture = page.locator("svg.waterfall")
+        picture.wait_for()
+        # The bars and their times are seen without scrolling.
+        assert picture.bounding_box()["width"] <= PHONE["width"]
         seen.check_width()
         seen.check()
 

@@ -5,16 +5,18 @@ import uPlot from "/page/vendor/uplot.mjs";
 import { draw, make, show } from "/page/js/dom.js";
 
 const HEIGHT = 170;
+// Steps of an axis of counts: a fraction of a block would be written as the block before it.
+const WHOLE_STEPS = Array.from({ length: 12 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 
 function colourOf(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-/** A chart of series over time; `series` is `[{name, colour, fill}]`. */
+/** A chart of series over time; `series` is `[{name, colour, fill}]`, `whole` says that values are counts. */
 export class TimeChart {
-  constructor(place, { title, series, format, top = null }) {
+  constructor(place, { title, series, format, top = null, whole = false }) {
     this.place = place;
-    this.options = { title, series, format, top };
+    this.options = { title, series, format, top, whole };
     this.data = [[], ...series.map(() => [])];
     this.words = make("p", { class: "hint legend" });
     this.canvas = make("div", { class: "chart", role: "img", "aria-label": title });
@@ -51,7 +53,7 @@ export class TimeChart {
   build() {
     this.plot?.destroy();
     if (!this.canvas.clientWidth) return;
-    const { series, format, top } = this.options;
+    const { series, format, top, whole } = this.options;
     const axis = { stroke: colourOf("muted"), grid: { stroke: colourOf("line"), width: 1 }, ticks: { show: false }, font: "12px system-ui" };
     this.plot = new uPlot(
       {
@@ -61,8 +63,8 @@ export class TimeChart {
         cursor: { show: false },
         scales: { y: { range: (_, __, high) => [0, top ?? Math.max(high * 1.15, 1)] } },
         axes: [
-          { ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => new Date(tick * 1000).toLocaleTimeString("en-GB")) },
-          { ...axis, size: 58, values: (_, ticks) => ticks.map(format) },
+          { ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => (this.data[0].length === 0 ? "" : new Date(tick * 1000).toLocaleTimeString("en-GB"))) },
+          { ...axis, size: 58, values: (_, ticks) => ticks.map(format), ...(whole ? { incrs: WHOLE_STEPS } : {}) },
         ],
         series: [
           {},

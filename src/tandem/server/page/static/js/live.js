@@ -45,7 +45,7 @@ export function makeLive() {
   const whole = (value) => value.toFixed(0);
   charts = {
     speed: new TimeChart(at("card-speed"), { title: "Tokens a second", format: count, series: [{ name: "generated", colour: "c1", fill: true }, { name: "prompt", colour: "c2" }] }),
-    blocks: new TimeChart(at("card-blocks"), { title: "KV blocks by tier", format: whole, series: [{ name: "device", colour: "c2", fill: true }, { name: "of these in use", colour: "c1", fill: true }, { name: "store", colour: "c3" }] }),
+    blocks: new TimeChart(at("card-blocks"), { title: "KV blocks by tier", format: whole, whole: true, series: [{ name: "device", colour: "c2", fill: true }, { name: "of these in use", colour: "c1", fill: true }, { name: "store", colour: "c3" }] }),
     hits: new TimeChart(at("card-hits"), { title: "Share of prompt tokens found", format: percent, top: 1, series: [{ name: "on the device", colour: "c1" }, { name: "in the store", colour: "c3" }] }),
   };
 }

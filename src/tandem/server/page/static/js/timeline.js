@@ -99,20 +99,22 @@ function readFacts(told) {
   return facts;
 }
 
-const LABEL = 170;
-const WIDTH = 760;
-const NOTE = 210;
+// Widths of the picture, of the names on its left and of the times on its right.
+const WIDE = { width: 760, label: 170, note: 210, ticks: 4 };
+const NARROW = { width: 350, label: 116, note: 64, ticks: 2 };
 const ROW = 26;
 
 function drawBars(rows, total) {
+  const isNarrow = window.matchMedia("(max-width: 800px)").matches;
+  const { width, label, note, ticks } = isNarrow ? NARROW : WIDE;
   const height = rows.length * ROW + 24;
-  const x = (seconds) => LABEL + (total > 0 ? Math.min(seconds / total, 1) : 0) * (WIDTH - LABEL - NOTE);
+  const x = (seconds) => label + (total > 0 ? Math.min(seconds / total, 1) : 0) * (width - label - note);
   const words = rows.map((row) => `${row.name} ${time(row.end - row.begin)}`).join(", ");
   const picture = draw("svg", {
-    class: "waterfall", viewBox: `0 0 ${WIDTH} ${height}`, width: WIDTH, height, role: "img", "aria-label": `Timeline: ${words}`,
+    class: "waterfall", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": `Timeline: ${words}`,
   });
-  for (let tick = 0; tick <= 4; tick++) {
-    const at = (total * tick) / 4;
+  for (let tick = 0; tick <= ticks; tick++) {
+    const at = (total * tick) / ticks;
     picture.append(
       draw("line", { x1: x(at), x2: x(at), y1: 0, y2: height - 20, class: "grid-line" }),
       draw("text", { x: x(at), y: height - 6, class: "tick", "text-anchor": tick === 0 ? "start" : "middle" }, time(at)),
@@ -123,7 +125,7 @@ function drawBars(rows, total) {
     picture.append(
       draw("text", { x: 0, y: y + 16, class: "row-name" }, row.name),
       draw("rect", { x: x(row.begin), y: y + 4, width: Math.max(x(row.end) - x(row.begin), 2), height: 16, rx: 3, class: `phase ${row.kind}` }),
-      draw("text", { x: x(row.end) + 8, y: y + 16, class: "tick" }, `${time(row.end - row.begin)}${row.note ? `, ${row.note}` : ""}`),
+      draw("text", { x: x(row.end) + 8, y: y + 16, class: "tick" }, `${time(row.end - row.begin)}${row.note && !isNarrow ? `, ${row.note}` : ""}`),
     );
   });
   return picture;
