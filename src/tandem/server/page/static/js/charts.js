@@ -63,7 +63,7 @@ export class TimeChart {
         cursor: { show: false },
         scales: { y: { range: (_, __, high) => [0, top ?? Math.max(high * 1.15, 1)] } },
         axes: [
-          { ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => (this.data[0].length === 0 ? "" : new Date(tick * 1000).toLocaleTimeString("en-GB"))) },
+          { ...axis, size: 28, space: 70, values: (_, ticks) => ticks.map((tick) => (this.data[0].length < 2 ? "" : new Date(tick * 1000).toLocaleTimeString("en-GB"))) },
           { ...axis, size: 58, values: (_, ticks) => ticks.map(format), ...(whole ? { incrs: WHOLE_STEPS } : {}) },
         ],
         series: [
