@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from tandem.conductor.admission import MAX_MARGIN, Admission
+from tandem.conductor.admission import Admission, Forecast
 from tandem.conductor.conductor import Conductor
 from tandem.conductor.fleet import InstanceFacts, Load
+from tandem.conductor.margin import HALF_LIFE_S, MAX_MARGIN, Margin
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
 from tandem.conductor.routes import Alone, InstanceRef, Place
@@ -50,7 +51,7 @@ def test_decodes_that_end_and_begin_meanwhile_are_foreseen():
         conductor = make(mode, num_decoding=0)
         admission = conductor.admission
         for number in range(10):
-            admission.note_accepted(ask(f"r{number}"), 1.0, 100.0)
+            admission.note_accepted(ask(f"r{number}"), Forecast(1.0, 0.05), 100.0)
             admission.note_first_token(f"r{number}", 101.0)
         conductor.set_load("u0", Load(num_decoding=10, decode_tokens=1000, queued_tokens=9000))
         now_s = 101.0 + age_s
@@ -66,7 +67,8 @@ def test_decodes_that_begin_meanwhile_are_counted_once():
     """An instance counts those whose prompts are being computed: they are no growth."""
     conductor = make("predicted")
     for number in range(20):
-        conductor.admission.note_accepted(ask(f"r{number}"), 1.0 if number < 10 else 3.0, 100.0)
+        forecast = Forecast(1.0 if number < 10 else 3.0, 0.05)
+        conductor.admission.note_accepted(ask(f"r{number}"), forecast, 100.0)
         if number < 10:
             conductor.admission.note_first_token(f"r{number}", 101.0)
     conductor.set_load("u0", Load(num_decoding=20, decode_tokens=2000, queued_tokens=30_000))
@@ -80,19 +82,77 @@ def test_decodes_that_begin_meanwhile_are_counted_once():
     assert decide(0.0039) is None
 
 
-def test_promises_that_were_broken_make_it_careful():
-    admission, chance = Admission("early"), random.Random(1)
+def draw_outcomes(margin, **options):
+    """Tell a margin of times up to half longer and up to half shorter than predicted."""
+    chance = random.Random(1)
     for number in range(2000):
+        margin.note(0.2, 0.2 * chance.uniform(0.5, 1.5), 0.1 * number, **options)
+    return margin.get_factor(200.0)
+
+
+def test_promises_that_were_broken_make_it_careful():
+    margin = Margin()
+    assert 1.35 < draw_outcomes(margin) < 1.75
+    assert 0.15 < margin.error < 0.45
+    for number in range(200):
+        margin.note(0.2, 50.0, 200.0 + number)
+    assert margin.get_factor(399.0) == pytest.approx(MAX_MARGIN)
+
+
+def test_times_that_endanger_nothing_or_weigh_nothing_do_not():
+    assert draw_outcomes(Margin(), safe_s=0.31) == 1.0
+    assert draw_outcomes(Margin(), weight=0.0) == 1.0
+    assert 1.35 < draw_outcomes(Margin(), safe_s=0.2, weight=0.5) < 1.75
+
+
+def test_a_margin_that_nothing_tests_fades():
+    """Else one that refuses everything would do so for ever."""
+    margin = Margin()
+    for number in range(100):
+        margin.note(0.2, 50.0, 10.0 + 0.1 * number)
+    ended_s = 10.0 + 0.1 * 99
+    assert margin.get_factor(ended_s + HALF_LIFE_S) == pytest.approx(MAX_MARGIN**0.5)
+    assert margin.get_factor(ended_s + 10 * HALF_LIFE_S) < 1.01
+
+
+def test_both_margins_learn_from_what_came():
+    admission = Admission("early")
+    for number in range(100):
         name, now_s = f"r{number}", float(number)
-        admission.note_accepted(ask(name), 0.2, now_s)
-        admission.note_first_token(name, now_s + 0.2 * chance.uniform(0.5, 1.5))
-        admission.note_end(name, now_s + 0.9)
-    assert 1.35 < admission.margin < 1.75
-    assert 0.15 < admission.ttft_error < 0.45
-    for number in range(2000, 2200):
-        admission.note_accepted(ask(f"r{number}"), 0.2, float(number))
-        admission.note_first_token(f"r{number}", number + 50.0)
-    assert admission.margin == MAX_MARGIN
+        admission.note_accepted(ask(name), Forecast(0.5, 0.07), now_s)
+        admission.note_first_token(name, now_s + 0.9)
+        admission.note_end(name, 11, now_s + 0.9 + 10 * 0.095)
+    # A margin swings between the ratio and one step above it.
+    assert 0.99 * 0.9 / 0.5 <= admission.ttft.get_factor(100.0) < 1.11 * 0.9 / 0.5
+    assert 0.99 * 0.095 / 0.07 <= admission.tpot.get_factor(100.0) < 1.11 * 0.095 / 0.07
+
+
+def test_accepted_requests_keep_their_time_between_tokens():
+    """A request that would keep its own objective, but not that of one that decodes already."""
+
+    def decide(fleet_load, strict_s, name="new", prompt_len=100):
+        conductor = make("early")
+        assert conductor.place(PLACE, ask("old", tpot_s=strict_s), 5.0, is_new=True).route
+        conductor.set_load("u0", fleet_load)
+        question = ask(name, prompt_len, ttft_s=90.0, tpot_s=0.5)
+        before = conductor.place(PLACE, question, 6.0, is_new=True).rejection
+        conductor.note_first_token("old", 6.0)
+        conductor.note_end("old", 2, 6.01)
+        question = ask(name + "er", prompt_len, ttft_s=90.0, tpot_s=0.5)
+        after = conductor.place(PLACE, question, 7.0, is_new=True).rejection
+        assert after is None
+        return before
+
+    # With the default costs a step of 21 decodes takes 4.1 ms.
+    many = Load(num_decoding=20)
+    assert decide(many, 0.005, prompt_len=1) is None
+    refused = decide(many, 0.004, prompt_len=1)
+    assert refused.reason == "tpot"
+    assert "accepted" in refused.what
+    # A prompt of 100 tokens takes 10 ms, between some 5 tokens of the others.
+    one = Load(num_decoding=1)
+    assert decide(one, 0.004, prompt_len=1) is None
+    assert decide(one, 0.004, prompt_len=100).reason == "tpot"
 
 
 def test_under_pressure_clients_get_shares_by_weight():
@@ -100,7 +160,8 @@ def test_under_pressure_clients_get_shares_by_weight():
     admission = conductor.admission
     for number in range(30):
         client, weight = ("a", 1.0) if number % 3 else ("b", 2.0)
-        admission.note_accepted(ask(f"r{number}", client=client, weight=weight), 0.8, 10.0)
+        question = ask(f"r{number}", client=client, weight=weight)
+        admission.note_accepted(question, Forecast(0.8, 0.05), 10.0)
 
     def decide(client, weight=1.0, priority=0):
         question = ask(client=client, weight=weight, priority=priority)
@@ -121,13 +182,19 @@ def test_every_beginning_is_counted_out_again(seed):
     live, now_s = [], 0.0
     for number in range(500):
         now_s += chance.choice((0.0, 0.05, 3.0, 300.0 if chance.random() < 0.02 else 0.1))
-        admission.note_accepted(ask(f"r{number}"), chance.choice((0.1, 5.0, 500.0)), now_s)
+        decode = chance.choice(("d0", "d1"))
+        forecast = Forecast(chance.choice((0.1, 5.0, 500.0)), 0.05, decode)
+        question = ask(f"r{number}", tpot_s=chance.choice((None, 0.1, 0.2)))
+        admission.note_accepted(question, forecast, now_s)
         live.append(f"r{number}")
         if chance.random() < 0.7:
             admission.note_first_token(chance.choice(live), now_s)
+        if chance.random() < 0.2:
+            admission.note_moved(chance.choice(live), chance.choice(("d0", "d1", "d2")))
         if chance.random() < 0.9:
-            admission.note_end(live.pop(chance.randrange(len(live))), now_s)
+            admission.note_end(live.pop(chance.randrange(len(live))), 5, now_s)
     for name in live:
-        admission.note_end(name, now_s)
+        admission.note_end(name, 5, now_s)
     assert not admission._live
     assert not admission._begun.any()
+    assert not admission._promises._counts

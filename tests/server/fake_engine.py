@@ -94,6 +94,7 @@ class FakeEngine:
     timeline: "Callable[[str], InstanceTimeline] | None" = None
     asked_timelines: list[str] = field(default_factory=list)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    margins: dict[str, float] = field(default_factory=dict)
     play: "Callable[[AddRequest], list[int]] | None" = None
     adapters: dict[str, AdapterInfo] = field(default_factory=dict)
     loaded: list[AdapterSource] = field(default_factory=list)

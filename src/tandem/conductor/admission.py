@@ -8,19 +8,22 @@ predicted before that, without those that will have decoded for the mean time (M
 2407.00079v3, section 7).
 
 An accepted request is a promise, so a prediction is multiplied by how far predictions have lately
-been exceeded. What is scarce goes to whoever has had less than a fair share.
+been exceeded, and a request is refused as well if others that were accepted before would miss their
+time between tokens. What is scarce goes to whoever has had less than a fair share.
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.conductor.fleet import DECODE, PREFILL, Fleet, FloatColumn
+from tandem.conductor.margin import Margin
 from tandem.conductor.policies.policy import Question
+from tandem.core.wire import Slo
 
 __all__ = ["Admission", "AdmissionMode", "Rejection"]
 
@@ -32,16 +35,29 @@ had more than their share."""
 SHARE_MEMORY_S = 60.0
 """Half-life of the work counted for a client, in seconds."""
 MAX_RETRY_S = 60
+SAFE_TPOT = 0.9
+"""Share of an objective up to which a time between tokens is in no danger. It may be many times the
+predicted one there, when prompts come between the tokens."""
 FIRST_DECODE_S = 10.0
 DECODE_MEMORY = 0.95
 """Weight of the old mean when an ended request updates the mean decoding time."""
-SAFE_SHARE = 0.98
-"""The share of requests whose time to first token the margin is to cover."""
-MARGIN_STEP = 0.1
-MAX_MARGIN = 4.0
 BUCKET_S = 0.1
 NUM_BUCKETS = 4096
 """Buckets of a tenth of a second in the ring that counts begins of decodes, some seven minutes."""
+
+
+class Forecast(NamedTuple):
+    """The times that are predicted for a request before it is accepted."""
+
+    ttft_s: float
+    """Time to its first token, seconds."""
+    tpot_s: float
+    """Its time between tokens, seconds."""
+    decode: str = ""
+    """The instance that is to decode it."""
+    crowd_tpot_s: float = 0.0
+    """Time between tokens of the requests that decode there already, seconds, once its prompt, if
+    that instance computes it, comes between their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +80,14 @@ class _Accepted:
     """An accepted request that has not ended."""
 
     bucket: int
-    predicted_s: float
+    ttft_s: float
     """Predicted time to first token, seconds."""
+    tpot_s: float
+    """Predicted time between tokens, seconds."""
+    decode: str
+    """The instance that was to decode it."""
     accepted_s: float
+    slo: Slo
     first_s: float | None = None
 
 
@@ -96,6 +117,33 @@ class _Shares:
         return work * 0.5 ** ((now_s - at_s) / SHARE_MEMORY_S)
 
 
+class _Promises:
+    """The objectives for times between tokens of the requests that decode, by instance."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[float]] = {}
+        """For each instance the number of requests by their objective in seconds."""
+
+    def add(self, instance: str, slo: Slo) -> None:
+        """Count a request that is to decode on an instance."""
+        if slo.tpot_s is not None:
+            self._counts.setdefault(instance, Counter())[slo.tpot_s] += 1
+
+    def remove(self, instance: str, slo: Slo) -> None:
+        """Forget a request that was counted."""
+        if slo.tpot_s is not None:
+            counts = self._counts[instance]
+            counts[slo.tpot_s] -= 1
+            if not counts[slo.tpot_s]:
+                del counts[slo.tpot_s]
+            if not counts:
+                del self._counts[instance]
+
+    def find_strictest(self, instance: str) -> float:
+        """Return the strictest objective on an instance, in seconds; infinite if there is none."""
+        return min(self._counts.get(instance, ()), default=math.inf)
+
+
 class Admission:
     """Policy that accepts or rejects requests and learns from their outcomes.
 
@@ -105,29 +153,40 @@ class Admission:
 
     def __init__(self, mode: AdmissionMode = "none") -> None:
         self.mode = mode
-        self.margin = 1.0
-        """Factor on predicted times to first token that covers ``SAFE_SHARE`` of them."""
-        self.ttft_error = 0.0
-        """Mean of |predicted - real| / real of the times to first token."""
+        self.ttft = Margin()
+        """The margin on predicted times to first token."""
+        self.tpot = Margin()
+        """The margin on predicted times between tokens."""
         self.rejected: dict[str, int] = {}
         """Rejected requests since start, by reason."""
         self._shares = _Shares()
+        self._promises = _Promises()
         self._live: OrderedDict[str, _Accepted] = OrderedDict()
         self._begun: npt.NDArray[np.int64] = np.zeros(NUM_BUCKETS, np.int64)
         """Ring of counts: decodes by the tenth of a second in which they begin."""
         self._newest = 0
         self._mean_decode_s = FIRST_DECODE_S
+        self._mean_tokens = 1.0
 
-    def check(
-        self, question: Question, fleet: Fleet, ttft_s: float, tpot_s: float, now_s: float
-    ) -> Rejection | None:
+    def foresee(self, fleet: Fleet, forecast: Forecast, now_s: float) -> Forecast:
+        """Return a forecast with the time between tokens that the mode looks at.
+
+        Args:
+            fleet: borrowed.
+            forecast: what is predicted if the request began to decode now.
+            now_s: monotonic.
+        """
+        if self.mode != "predicted":
+            return forecast
+        begin_s = now_s + forecast.ttft_s
+        return forecast._replace(tpot_s=self._forecast_tpot(fleet, forecast.tpot_s, begin_s, now_s))
+
+    def check(self, question: Question, forecast: Forecast, now_s: float) -> Rejection | None:
         """Return the reason to reject a request, or None to accept it.
 
         Args:
             question: the request.
-            fleet: borrowed.
-            ttft_s: predicted for it.
-            tpot_s: predicted where it will decode, if it began now.
+            forecast: of its times, by ``foresee``.
             now_s: monotonic.
         """
         slo = question.slo
@@ -135,11 +194,16 @@ class Admission:
             return None
         ttft_load = tpot_load = 0.0
         if slo.ttft_s is not None:
-            ttft_load = ttft_s * self.margin / slo.ttft_s
-        if slo.tpot_s is not None:
-            if self.mode == "predicted":
-                tpot_s = self._forecast_tpot(fleet, tpot_s, now_s + ttft_s)
-            tpot_load = tpot_s / slo.tpot_s
+            ttft_load = forecast.ttft_s * self.ttft.get_factor(now_s) / slo.ttft_s
+        tpot_factor = self.tpot.get_factor(now_s)
+        tpot_s, limit_s, whose = forecast.tpot_s, slo.tpot_s, ""
+        if limit_s is not None:
+            tpot_load = tpot_s * tpot_factor / limit_s
+        promised_s = self._promises.find_strictest(forecast.decode)
+        crowd_load = forecast.crowd_tpot_s * tpot_factor / promised_s
+        if crowd_load > tpot_load:
+            tpot_load = crowd_load
+            tpot_s, limit_s, whose = forecast.crowd_tpot_s, promised_s, " of those accepted before"
         load = max(ttft_load, tpot_load)
         limit = 1.0
         if load > SOFT_LIMIT and question.priority >= 0:
@@ -148,46 +212,50 @@ class Admission:
                 limit = SOFT_LIMIT
         if load <= limit:
             return None
-        return self._reject(question, ttft_s, tpot_s, ttft_load, tpot_load)
-
-    def _reject(
-        self,
-        question: Question,
-        ttft_s: float,
-        tpot_s: float,
-        ttft_load: float,
-        tpot_load: float,
-    ) -> Rejection:
-        slo = question.slo
         if ttft_load >= tpot_load:
             assert slo.ttft_s is not None
-            reason, wait_s = "ttft", ttft_s * self.margin - SOFT_LIMIT * slo.ttft_s
-            what = f"the first token would take {ttft_s:.2f} s, the objective is {slo.ttft_s:.2f} s"
+            reason, wait_s = "ttft", (ttft_load - SOFT_LIMIT) * slo.ttft_s
+            what = f"the first token would take {forecast.ttft_s:.2f} s, the objective is "
+            what += f"{slo.ttft_s:.2f} s"
         else:
-            assert slo.tpot_s is not None
+            assert limit_s is not None
             reason, wait_s = "tpot", self._mean_decode_s * (1 - 1 / max(tpot_load, 1.0))
-            what = (
-                f"a token would take {tpot_s * 1e3:.0f} ms, the objective is "
-                f"{slo.tpot_s * 1e3:.0f} ms"
-            )
-        if max(ttft_load, tpot_load) <= 1.0:
+            what = f"a token{whose} would take {tpot_s * 1e3:.0f} ms, the objective is "
+            what += f"{limit_s * 1e3:.0f} ms"
+        if load <= 1.0:
             reason = "share"
             what += ", and its client has had its share"
         self.rejected[reason] = self.rejected.get(reason, 0) + 1
         retry_s = min(max(math.ceil(wait_s), 1), MAX_RETRY_S)
         return Rejection(f"{what}: try again in {retry_s} s", reason, retry_s)
 
-    def note_accepted(self, question: Question, ttft_s: float, now_s: float) -> None:
-        """Count an accepted request in the shares and in the forecast of decodes."""
+    def note_accepted(self, question: Question, forecast: Forecast, now_s: float) -> None:
+        """Count an accepted request in the shares, and remember what was predicted for it."""
         self._shares.add(
             question.client, question.weight, question.prompt_len + question.max_tokens, now_s
         )
         # Limit the start time: the ring of time buckets extends only half its length into the
         # future.
-        begin_s = now_s + min(ttft_s, BUCKET_S * NUM_BUCKETS / 2)
-        accepted = _Accepted(self._find_bucket(begin_s), ttft_s, now_s)
+        begin_s = now_s + min(forecast.ttft_s, BUCKET_S * NUM_BUCKETS / 2)
+        accepted = _Accepted(
+            self._find_bucket(begin_s),
+            forecast.ttft_s,
+            forecast.tpot_s,
+            forecast.decode,
+            now_s,
+            question.slo,
+        )
         self._live[question.request_id] = accepted
+        self._promises.add(forecast.decode, question.slo)
         self._count(accepted.bucket, 1, now_s)
+
+    def note_moved(self, request_id: str, decode: str) -> None:
+        """Record that another instance than before decodes a request."""
+        accepted = self._live.get(request_id)
+        if accepted is not None and decode != accepted.decode:
+            self._promises.remove(accepted.decode, accepted.slo)
+            self._promises.add(decode, accepted.slo)
+            accepted.decode = decode
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
         """Update the forecast and the margin of predictions with the real time to first token."""
@@ -198,26 +266,37 @@ class Admission:
         self._count(accepted.bucket, -1, now_s)
         accepted.bucket = self._find_bucket(now_s)
         self._count(accepted.bucket, 1, now_s)
-        real_s = now_s - accepted.accepted_s
-        if real_s <= 0 or accepted.predicted_s <= 0:
-            return
-        error = abs(accepted.predicted_s - real_s) / real_s
-        self.ttft_error += (error - self.ttft_error) * (1 - DECODE_MEMORY)
-        # Adapt the margin so that it follows the quantile: raise it if the request took longer than
-        # predicted, else lower it a little.
-        is_over = real_s > accepted.predicted_s * self.margin
-        step = SAFE_SHARE if is_over else SAFE_SHARE - 1.0
-        self.margin = min(max(self.margin * math.exp(MARGIN_STEP * step), 1.0), MAX_MARGIN)
+        self.ttft.note(accepted.ttft_s, now_s - accepted.accepted_s, now_s)
 
-    def note_end(self, request_id: str, now_s: float) -> None:
-        """Remove an ended request from the forecast of decodes."""
+    def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
+        """Remove an ended request from the forecast of decodes; learn from its decoding.
+
+        Args:
+            request_id: of a request, accepted or not.
+            num_tokens: that its client got.
+            now_s: monotonic.
+        """
         accepted = self._live.pop(request_id, None)
         if accepted is None:
             return
         self._count(accepted.bucket, -1, now_s)
+        self._promises.remove(accepted.decode, accepted.slo)
         if accepted.first_s is not None:
             decode_s = now_s - accepted.first_s
             self._mean_decode_s += (decode_s - self._mean_decode_s) * (1 - DECODE_MEMORY)
+            objective_s = accepted.slo.tpot_s
+            if num_tokens > 1 and objective_s is not None:
+                # A short answer counts less: one long gap, as at a hand-over, is much of its mean,
+                # and no margin on the time of steps covers that.
+                self.tpot.note(
+                    accepted.tpot_s,
+                    decode_s / (num_tokens - 1),
+                    now_s,
+                    safe_s=SAFE_TPOT * objective_s,
+                    weight=min(num_tokens / self._mean_tokens, 1.0),
+                )
+            change = num_tokens - self._mean_tokens
+            self._mean_tokens = max(self._mean_tokens + change * (1 - DECODE_MEMORY), 1.0)
 
     # ---------------------------------------------------------------- the forecast
 
@@ -240,17 +319,32 @@ class Admission:
                 self._begun[bucket % NUM_BUCKETS] = 0
         self._newest = max(newest, self._newest)
 
-    def count_decodes(self, at_s: float) -> int:
-        """Return how many accepted requests will decode at a moment, each for the mean time."""
-        last = min(self._find_bucket(at_s), self._newest)
-        first = last - min(int(self._mean_decode_s / BUCKET_S), NUM_BUCKETS // 2)
+    def count_decodes(self, at_s: float, now_s: float) -> float:
+        """Return how many accepted requests will decode at a moment.
+
+        Each decodes for the mean time. Of those that already have for longer, which is common where
+        answers differ in length, a part will have ended that grows with time.
+        """
+        expected = self._count_begun(at_s, at_s)
+        num_overdue = len(self._live) - self._count_begun(now_s, math.inf)
+        return expected + num_overdue * math.exp(
+            (now_s - at_s) / max(self._mean_decode_s, BUCKET_S)
+        )
+
+    def _count_begun(self, at_s: float, end_s: float) -> int:
+        """Return how many decodes begin after the mean decoding time before ``at_s``, and until
+        ``end_s``.
+        """
+        at = self._find_bucket(at_s)
+        first = at - min(int(self._mean_decode_s / BUCKET_S), NUM_BUCKETS // 2)
         oldest = max(first + 1, self._newest - NUM_BUCKETS + 1)
+        last = self._newest if math.isinf(end_s) else min(self._find_bucket(end_s), self._newest)
         if oldest > last:
             return 0
         buckets = np.arange(oldest, last + 1) % NUM_BUCKETS
         return int(np.sum(self._begun[buckets]))
 
-    def _forecast_tpot(self, fleet: Fleet, tpot_s: float, at_s: float) -> float:
+    def _forecast_tpot(self, fleet: Fleet, tpot_s: float, at_s: float, now_s: float) -> float:
         """Predict the mean time between tokens of the decodes that will run at a moment."""
         rows = fleet.is_serving & (fleet.role == DECODE)
         if not rows.any():
@@ -263,7 +357,7 @@ class Admission:
         # Scale our own forecast of decodes by the ratio of all requests to ours, and assume that
         # context lengths stay as they are.
         per_own = max(present / max(len(self._live), 1), 1.0)
-        ratio = (self.count_decodes(at_s) + 1) * per_own / present
+        ratio = (self.count_decodes(at_s, now_s) + 1) * per_own / present
         decodes = fleet.num_decoding[rows] * ratio
         tokens = fleet.decode_tokens[rows] * ratio
         costs = fleet.costs[:, rows]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.conductor.admission import Admission, Rejection
+from tandem.conductor.admission import Admission, Forecast, Rejection
 from tandem.conductor.directory import (
     Chain,
     ExpectedBlocks,
@@ -73,10 +73,11 @@ class Decision:
         names: of instances that were compared for the prompt, the chosen one first.
         parts: times predicted for them.
         tpot_s: predicted time between tokens where it decodes; None: not known yet.
+        decode: the instance that is to decode it, even if the route does not name it yet.
         rejection: why it is not accepted; there is no route then.
     """
 
-    __slots__ = ("_names", "_parts", "rejection", "route", "tpot_s")
+    __slots__ = ("_names", "_parts", "decode", "rejection", "route", "tpot_s")
 
     def __init__(
         self,
@@ -84,9 +85,11 @@ class Decision:
         names: Sequence[str] = (),
         parts: TtftParts | None = None,
         tpot_s: float | None = None,
+        decode: str = "",
         rejection: Rejection | None = None,
     ) -> None:
         self.route, self.tpot_s, self.rejection = route, tpot_s, rejection
+        self.decode = decode
         self._names, self._parts = names, parts
 
     @property
@@ -260,9 +263,9 @@ class Conductor:
         """Record that the first token of a request has come."""
         self.admission.note_first_token(request_id, now_s)
 
-    def note_end(self, request_id: str, now_s: float) -> None:
-        """Record that a request has ended, for any reason."""
-        self.admission.note_end(request_id, now_s)
+    def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
+        """Record that a request has ended, for any reason, after so many tokens of its answer."""
+        self.admission.note_end(request_id, num_tokens, now_s)
 
     # ---------------------------------------------------------------- decisions
 
@@ -280,13 +283,15 @@ class Conductor:
         decision = self._choose(place, question)
         chosen = decision.chosen if is_new else None
         if decision.route is None or chosen is None:
+            if decision.decode:
+                self.admission.note_moved(question.request_id, decision.decode)
             return self._note_placed(question, decision)
-        ttft_s, tpot_s = chosen.ttft_s, decision.tpot_s
-        assert tpot_s is not None
-        rejection = self.admission.check(question, self.fleet, ttft_s, tpot_s, now_s)
+        forecast = self._forecast(question, decision)
+        forecast = self.admission.foresee(self.fleet, forecast, now_s)
+        rejection = self.admission.check(question, forecast, now_s)
         if rejection is not None:
             return Decision(None, rejection=rejection)
-        self.admission.note_accepted(question, ttft_s, now_s)
+        self.admission.note_accepted(question, forecast, now_s)
         self.roles.note_request(question.slo)
         return self._note_placed(question, decision)
 
@@ -394,7 +399,8 @@ class Conductor:
         hits = self.count_hits(question.chains)
         decode = self.policy.choose_decode(question, fleet, readers, hits)
         tpot_s = self._predict_tpot(decode, question)
-        return Decision(Pair(None, self._ref(decode)), tpot_s=tpot_s)
+        route = Pair(None, self._ref(decode))
+        return Decision(route, tpot_s=tpot_s, decode=fleet.name_of(decode))
 
     def _count_readers(self, place: Place) -> IntColumn:
         """Return for each row the number of usable decode instances that can read its blocks."""
@@ -462,12 +468,31 @@ class Conductor:
         named = [row, *(each for each in ranked if each != row)][:MAX_CANDIDATES]
         names = [self.fleet.name_of(each) for each in named]
         return Decision(
-            route, names, parts.select(np.array(named)), self._predict_tpot(decode, question)
+            route,
+            names,
+            parts.select(np.array(named)),
+            self._predict_tpot(decode, question),
+            self.fleet.name_of(decode),
         )
 
-    def _predict_tpot(self, row: int, question: Question) -> float:
+    def _forecast(self, question: Question, decision: Decision) -> Forecast:
+        """Return what is predicted for a request and for those that decode beside it."""
+        chosen, tpot_s = decision.chosen, decision.tpot_s
+        assert chosen is not None
+        assert tpot_s is not None
+        crowd_tpot_s = tpot_s
+        if chosen.instance == decision.decode:
+            row = self.fleet.find(decision.decode)
+            assert row is not None
+            crowd_tpot_s = self._predict_tpot(row, question, chosen.prefix_len)
+        return Forecast(chosen.ttft_s, tpot_s, decision.decode, crowd_tpot_s)
+
+    def _predict_tpot(self, row: int, question: Question, prefix_len: int | None = None) -> float:
         rows = slice(row, row + 1)
-        return float(predict_tpot(self.fleet, rows, question.prompt_len, question.max_tokens)[0])
+        known = question.prompt_len if prefix_len is None else prefix_len
+        return float(
+            predict_tpot(self.fleet, rows, question.prompt_len, question.max_tokens, known)[0]
+        )
 
     def _has_room(self, row: int, question: Question) -> bool:
         """Return True if a decode instance has room for the blocks of a prompt besides all it has.

@@ -45,7 +45,7 @@ _CALLS: dict[str, Any] = {
     "note_flushed": tuple[str],
     "note_in_store": tuple[_Keys, _Keys],
     "note_first_token": tuple[str, float],
-    "note_end": tuple[str, float],
+    "note_end": tuple[str, int, float],
     "place": tuple[Place, Question, float, bool],
 }
 """Argument types of each call that changes or asks a conductor, by method name."""
@@ -54,7 +54,7 @@ _CALLS: dict[str, Any] = {
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first line of a journal."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     policy: str
     admission: AdmissionMode
 
@@ -211,10 +211,10 @@ class JournalingConductor(Conductor):
         self._put("note_first_token", request_id, now_s)
         super().note_first_token(request_id, now_s)
 
-    def note_end(self, request_id: str, now_s: float) -> None:
+    def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
         """Record the call in the journal and note the request's end."""
-        self._put("note_end", request_id, now_s)
-        super().note_end(request_id, now_s)
+        self._put("note_end", request_id, num_tokens, now_s)
+        super().note_end(request_id, num_tokens, now_s)
 
     def place(
         self, place: Place, question: Question, now_s: float = 0.0, *, is_new: bool = False

@@ -78,7 +78,11 @@ def predict_ttft(
 
 
 def predict_tpot(
-    fleet: Fleet, rows: IntColumn | slice, prompt_len: int, max_tokens: int
+    fleet: Fleet,
+    rows: IntColumn | slice,
+    prompt_len: int,
+    max_tokens: int,
+    prefix_len: int | None = None,
 ) -> FloatColumn:
     """Predict the mean time per token on instances if each decoded one more request.
 
@@ -90,13 +94,19 @@ def predict_tpot(
         rows: of the instances, as an index of columns.
         prompt_len: tokens that its first decode reads.
         max_tokens: that it may generate; half of them are taken for what it will.
+        prefix_len: tokens of the prompt that need not be computed there: the others come between
+            the tokens of those that decode already, whose mean time is predicted; None: all.
     """
     step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs[:, rows]
     num_tokens = max(max_tokens / 2, 1.0)
     decode_s = step_cost + decode_cost * (fleet.num_decoding[rows] + 1)
     decode_s += kv_cost * (fleet.decode_tokens[rows] + (prompt_len + num_tokens / 2))
     queued = fleet.queued_tokens[rows]
-    queue_s = token_cost * queued + context_cost * fleet.queued_context[rows]
+    queued_context = fleet.queued_context[rows]
+    if prefix_len is not None and prefix_len < prompt_len:
+        queued = queued + (prompt_len - prefix_len)
+        queued_context = queued_context + 0.5 * (prompt_len * prompt_len - prefix_len * prefix_len)
+    queue_s = token_cost * queued + context_cost * queued_context
     # Add the time that queued prompts add to a decode step: at most one full step of their tokens.
     step_share = fleet.max_batch_tokens[rows] / np.maximum(queued, 1.0)
     return decode_s + queue_s * np.minimum(step_share, 1.0 / num_tokens)

@@ -77,6 +77,11 @@ class EngineClient(Protocol):
         """
         ...
 
+    @property
+    def margins(self) -> dict[str, float]:
+        """The factors that admission puts on predicted times, by time: ttft and tpot."""
+        ...
+
     async def submit(self, request: AddRequest) -> RequestStream:
         """Queue a request.
 

@@ -36,6 +36,7 @@ def test_every_metric_of_the_table_is_on_the_page(serve_text):
     # A label without a value has no sample.
     live.engine.more_stats = {spec.field: {"timeout": 1} for spec in list_stats() if spec.label}
     live.engine.fallbacks = {"prefill_peer_lost": 1}
+    live.engine.margins = {"ttft": 1.0, "tpot": 1.2}
     body, slo = {"prompt": "a", "max_tokens": 3}, {"x-slo-ttft-ms": "60000"}
     assert live.post("/v1/completions", body, headers=slo).status_code == 200
     names = {key[0] for key in scrape(live)}

@@ -352,6 +352,16 @@ class ClusterClient:
         return dict(self._dispatcher.fallbacks)
 
     @property
+    def margins(self) -> dict[str, float]:
+        """The factors that admission puts on predicted times, by time: ttft and tpot."""
+        now_s = asyncio.get_running_loop().time()
+        admission = self._dispatcher.conductor.admission
+        return {
+            "ttft": admission.ttft.get_factor(now_s),
+            "tpot": admission.tpot.get_factor(now_s),
+        }
+
+    @property
     def num_live(self) -> int:
         """Number of requests that have not ended."""
         return self._dispatcher.num_live

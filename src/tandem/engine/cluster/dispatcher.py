@@ -356,7 +356,8 @@ class Dispatcher:
         for leg_id in list(live.counts):
             _uncount(live, leg_id)
         self._unplaced.pop(request_id, None)
-        self.conductor.note_end(request_id, asyncio.get_running_loop().time())
+        now_s = asyncio.get_running_loop().time()
+        self.conductor.note_end(request_id, live.states.num_delivered, now_s)
         self._history[request_id] = _Past(live.legs, live.choice)
         while len(self._history) > self._max_history:
             self._history.popitem(last=False)

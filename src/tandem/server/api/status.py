@@ -161,7 +161,8 @@ async def get_metrics(context: ServerContext, _: Request) -> Response:
     pages: list[bytes] = []
     for each in context.siblings:
         stats = await each.read_stats()
-        page = each.metrics.render(stats, each.engine.instances, each.engine.fallbacks)
+        engine = each.engine
+        page = each.metrics.render(stats, engine.instances, engine.fallbacks, engine.margins)
         pages.append(page)
     return Response(merge_pages(pages), media_type=CONTENT_TYPE_LATEST)
 

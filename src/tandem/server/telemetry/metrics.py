@@ -6,7 +6,7 @@ them. ``METRICS`` is the source of ``docs/reference/metrics.md``, and a test com
 """
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -84,6 +84,13 @@ METRICS: tuple[MetricSpec, ...] = (
         _INSTANCE,
         "",
         "Mean relative error of the predicted times of this instance's steps.",
+    ),
+    MetricSpec(
+        "tandem:admission_margin_ratio",
+        "gauge",
+        ("model_name", "time"),
+        "",
+        "Factor on predicted times (ttft, tpot) that cluster.admission has learnt to add.",
     ),
     MetricSpec(
         "tandem:request_fallbacks_total",
@@ -229,7 +236,8 @@ class ServerMetrics:
         self._model_name = model_name
         self._stats: InstanceStats | None = None
         self._instances: Sequence[InstanceStatus] = ()
-        self._fallbacks: dict[str, int] = {}
+        self._fallbacks: Mapping[str, int] = {}
+        self._margins: Mapping[str, float] = {}
         self.num_in_flight = 0
         """Maintained by the admission gate; the loop is the only writer."""
         specs = {spec.name.removeprefix("tandem:"): spec for spec in METRICS}
@@ -277,7 +285,8 @@ class ServerMetrics:
         self,
         stats: InstanceStats | None,
         instances: Sequence[InstanceStatus] = (),
-        fallbacks: dict[str, int] | None = None,
+        fallbacks: Mapping[str, int] | None = None,
+        margins: Mapping[str, float] | None = None,
     ) -> bytes:
         """Return the page.
 
@@ -285,16 +294,19 @@ class ServerMetrics:
             stats: sums over the instances; None while all are down.
             instances: all of them.
             fallbacks: of requests, by reason.
+            margins: of admission on predicted times, by time.
         """
         self._stats, self._instances = stats, instances
         self._fallbacks = {} if fallbacks is None else fallbacks
+        self._margins = {} if margins is None else margins
         return generate_latest(self.registry)
 
     def collect_engine(self) -> Iterator[Metric]:
         """Yield the metrics that are read rather than observed."""
-        values: dict[str, float | dict[str, int]] = {
+        values: dict[str, float | Mapping[str, float]] = {
             "tandem:http_requests_in_flight": self.num_in_flight,
             "tandem:request_fallbacks_total": self._fallbacks,
+            "tandem:admission_margin_ratio": self._margins,
         }
         stats = self._stats
         is_up = stats is not None and stats.stage == InstanceStage.READY
@@ -308,14 +320,14 @@ class ServerMetrics:
             if spec.name in values or spec.labels == _INSTANCE:
                 yield self._make_family(spec, values.get(spec.name, 0.0))
 
-    def _make_family(self, spec: MetricSpec, value: float | dict[str, int]) -> Metric:
+    def _make_family(self, spec: MetricSpec, value: float | Mapping[str, float]) -> Metric:
         make = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
         family = make(spec.name, spec.help, labels=spec.labels)
         if spec.labels == _INSTANCE:
             for each in self._instances:
                 amount = _INSTANCE_VALUES[spec.name](each)
                 family.add_metric([self._model_name, each.name, each.role], amount)
-        elif isinstance(value, dict):
+        elif isinstance(value, Mapping):
             for label, amount in value.items():
                 family.add_metric([self._model_name, label], amount)
         else:

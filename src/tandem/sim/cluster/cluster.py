@@ -193,7 +193,9 @@ class SimCluster:
             return
         live.timer_s = -math.inf
         self.num_live -= 1
-        self.placing.conductor.note_end(live.states.request.request_id, self.events.now_s)
+        self.placing.conductor.note_end(
+            live.states.request.request_id, live.states.num_delivered, self.events.now_s
+        )
         live.record.done_s = self.events.now_s
         if self._on_done is not None:
             self._on_done(live.record)

@@ -1,0 +1,62 @@
+"""The margin on a kind of predicted time, learnt from how far accepted requests exceed it. Pure.
+
+The margin follows a quantile: it rises when a time is longer than predicted and multiplied, and
+falls a little with each other one. Where everything is refused, nothing is measured any more, and a
+margin that is too wide would stay so for ever; so it fades while nothing is.
+"""
+
+import math
+
+__all__ = ["MAX_MARGIN", "Margin"]
+
+SAFE_SHARE = 0.98
+"""The share of requests that the margin is to cover."""
+MARGIN_STEP = 0.1
+MAX_MARGIN = 4.0
+HALF_LIFE_S = 60.0
+"""Seconds in which the logarithm of the margin halves while no time is measured."""
+ERROR_MEMORY = 0.95
+"""Weight of the old mean when a measured time updates the mean error."""
+
+
+class Margin:
+    """The margin on one kind of predicted time."""
+
+    def __init__(self) -> None:
+        self.error = 0.0
+        """Mean of |predicted - real| / real."""
+        self._log_factor = 0.0
+        self._noted_s = 0.0
+
+    def get_factor(self, now_s: float) -> float:
+        """Return the factor by which to multiply predicted times, from 1 to ``MAX_MARGIN``."""
+        return math.exp(self._log_factor * 0.5 ** ((now_s - self._noted_s) / HALF_LIFE_S))
+
+    def note(
+        self,
+        predicted_s: float,
+        real_s: float,
+        now_s: float,
+        *,
+        safe_s: float = 0.0,
+        weight: float = 1.0,
+    ) -> None:
+        """Learn from a measured time.
+
+        Args:
+            predicted_s: as it was before the factor.
+            real_s: the measured time.
+            now_s: monotonic.
+            safe_s: time up to which no objective is in danger, however far it was exceeded.
+            weight: by which to count it, from 0 to 1.
+        """
+        if real_s <= 0 or predicted_s <= 0:
+            return
+        self.error += (abs(predicted_s - real_s) / real_s - self.error) * (1 - ERROR_MEMORY)
+        # Compare with the present factor, not with the one at acceptance: of many requests that
+        # were accepted before the margin rose, only those that it would not cover raise it more.
+        factor = self.get_factor(now_s)
+        is_over = real_s > max(predicted_s * factor, safe_s)
+        step = weight * MARGIN_STEP * (SAFE_SHARE if is_over else SAFE_SHARE - 1.0)
+        self._log_factor = min(max(math.log(factor) + step, 0.0), math.log(MAX_MARGIN))
+        self._noted_s = now_s
