@@ -53,7 +53,7 @@ _chats = msgspec.json.Decoder(ChatRequest)
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """New text of an answer; the last has a ``finish_reason``."""
+    """A piece of new text of one answer; an answer's last piece has a ``finish_reason``."""
 
     index: int
     text: str
@@ -66,15 +66,15 @@ class Output(msgspec.Struct, kw_only=True):
     """An answer.
 
     Attributes:
-        index: of the answer; those of one prompt are side by side.
-        text: of the answer, without the stop string.
-        token_ids: generated, a stop token included.
+        index: number of the answer; the answers to one prompt have consecutive numbers.
+        text: generated text, without the stop string.
+        token_ids: generated tokens, a stop token included.
         finish_reason: "stop", "length" or "abort".
-        stop_reason: the stop string or id that was asked for and ended it.
-        logprobs: of the tokens; empty unless asked for.
-        prompt_tokens: of the prompt.
-        completion_tokens: generated.
-        cached_tokens: of the prompt, not computed again.
+        stop_reason: the stop string or id of the request that ended the answer.
+        logprobs: log-probabilities of the tokens; empty unless asked for.
+        prompt_tokens: number of tokens of the prompt.
+        completion_tokens: number of generated tokens.
+        cached_tokens: number of the prompt's tokens that were cached and not computed again.
     """
 
     index: int
@@ -89,28 +89,31 @@ class Output(msgspec.Struct, kw_only=True):
 
 
 class LLM:
-    """A model, loaded in instances of its own. A context manager; ``close`` ends the instances.
+    """A model with instances of its own that serve it. A context manager; ``close`` ends the
+    instances.
 
     Args:
         model: a folder, GGUF file, hub id or `demo`.
         config: YAML file of settings.
-        settings: settings by their last name (``max_model_len=2048``), or by section and name
-            where several sections have it (``store__secret=...``).
+        settings: settings by their last name (``max_model_len=2048``), or by section and name if
+            several sections have it (``store__secret=...``).
 
-    Raises: ConfigError, PeerLostError (it cannot be served), and as loading raises.
+    Raises: ConfigError; PeerLostError (an instance cannot start); the errors of loading the model.
     """
 
     def __init__(self, model: str, *, config: Path | None = None, **settings: Any) -> None:
         require_serve()
         self._settings = load_config(config, _find_settings(settings), model=model).config
         self._closing = threading.Lock()
-        """Held while the instances end."""
+        """Lock that is held while the instances are ended."""
         self._submitting = threading.Lock()
-        """Guards the two below: a call is among the pending ones, or finds the model closed."""
+        """Lock of ``_is_closed`` and ``_pending``: a call either is among the pending ones when the
+        model is closed, or finds it closed.
+        """
         self._is_closed = False
         self._pending: set[concurrent.futures.Future[Any]] = set()
         self._calls: set[asyncio.Task[Any]] = set()
-        """Those that have begun; of the loop's thread."""
+        """Calls that have begun and not ended; used on the loop's thread only."""
         self._opened = contextlib.AsyncExitStack()
         self._thread = LoopThread("llm")
         try:
@@ -139,13 +142,15 @@ class LLM:
             self._thread.close()
 
     def generate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Output]:
-        """Continue all prompts, together.
+        """Generate a continuation of each prompt, all at the same time; return when all are
+        complete.
 
         Args:
             prompts: a text, token ids, or a list of either.
             sampling: fields of ``/v1/completions``.
 
-        Raises: as the server answers: ConfigError, CapacityError, DeadlineError, PeerLostError.
+        Raises: the errors of a server's answer: ConfigError, CapacityError, DeadlineError,
+            PeerLostError.
         """
         return self._call(self._answer(_read_completion(prompts, sampling)))
 
@@ -154,7 +159,9 @@ class LLM:
         return self._call(self._answer(_read_chat(messages, sampling)))
 
     def stream(self, prompts: str | Sequence[Any], **sampling: Any) -> Iterator[Delta]:
-        """Yield what ``generate`` returns as it comes; closing the iterator cancels the rest."""
+        """Yield the text of ``generate``'s answers piece by piece, as it is generated. Closing the
+        iterator cancels the rest.
+        """
         deltas = self._deltas(_read_completion(prompts, sampling))
         try:
             while (delta := self._call(_next(deltas))) is not None:
@@ -164,15 +171,15 @@ class LLM:
                 self._call(deltas.aclose())
 
     async def agenerate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Output]:
-        """See ``generate``."""
+        """Do the same as ``generate``, without blocking the event loop."""
         return await self._await(self._answer(_read_completion(prompts, sampling)))
 
     async def achat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> list[Output]:
-        """See ``chat``."""
+        """Do the same as ``chat``, without blocking the event loop."""
         return await self._await(self._answer(_read_chat(messages, sampling)))
 
     async def astream(self, prompts: str | Sequence[Any], **sampling: Any) -> AsyncIterator[Delta]:
-        """See ``stream``."""
+        """Do the same as ``stream``, without blocking the event loop."""
         deltas = self._deltas(_read_completion(prompts, sampling))
         try:
             while (delta := await self._await(_next(deltas))) is not None:
@@ -206,7 +213,9 @@ class LLM:
         await self._opened.aclose()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        """Run a coroutine on the loop's thread. Raises: PeerLostError (closed)."""
+        """Start a coroutine on the loop's thread; return its future. Raises: PeerLostError (the
+        model is closed).
+        """
 
         async def run() -> T:
             task = asyncio.current_task()
@@ -301,7 +310,9 @@ class LLM:
 
 
 async def _never_gone() -> Any:
-    """Stand for the connection of a client that stays."""
+    """Wait for ever, in place of the wait for the end of a client's connection, which does not
+    exist here.
+    """
     await asyncio.get_running_loop().create_future()
 
 
@@ -324,7 +335,10 @@ def _read_chat(messages: Any, sampling: Mapping[str, Any]) -> ChatRequest:
 
 
 def _find_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by flag parameter, as ``load_config`` takes them."""
+    """Return settings by the flag parameters of ``load_config``.
+
+    Raises: ConfigError (no setting, or several, have the name).
+    """
     paths = [field.path for field in list_fields(Config)]
     found: dict[str, Any] = {}
     for name, value in given.items():

@@ -51,7 +51,7 @@ class Run:
     kind: str
     num_tokens: int
     num_rows: int
-    """Rows in a batch."""
+    """Rows in a batch of the run."""
     keys: dict[str, Any]
     sizes: dict[str, Any] = field(default_factory=dict)
     """Sizes of the model that differ from the defaults of its kind."""

@@ -112,11 +112,11 @@ class _Disk:
         await asyncio.gather(*(load_some() for _ in range(NUM_LOADS)))
 
     def write(self) -> float:
-        """Write all objects; return MB/s."""
+        """Write all objects to the disk, and return the MB/s."""
         return self.count * self.size / MB / time_call(lambda: self.run(self._write()))
 
     def read(self) -> float:
-        """Read all objects; return MB/s."""
+        """Read all objects from the disk into memory, and return the MB/s."""
         return self.count * self.size / MB / time_call(lambda: self.run(self._read()))
 
     def load_one(self) -> float:

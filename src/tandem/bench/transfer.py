@@ -413,8 +413,8 @@ def _make_case(
 def _make_still_case(
     pair: _Pair, peers: _Rivals | None, op: Op, size: int, cores: Cores
 ) -> BenchCase:
-    """Return a case of ours and plain sockets, both sleeping until an answer arrives,
-    on ``cores``.
+    """Return a case that compares our engine without polling with plain sockets, between processes
+    that both sleep until an answer arrives; ``cores`` says where these run.
     """
     case = _Comparison(pair, "tcp", op, [[(0, size)]])
 

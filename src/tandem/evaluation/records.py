@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class EvaluatedModel(Protocol):
-    """A model under evaluation."""
+    """A model under evaluation, which generates answers and scores texts."""
 
     @property
     def weight_bytes(self) -> int:

@@ -23,22 +23,25 @@ __all__ = ["export_merged"]
 
 WHERE = "finetune.export"
 Merge = Callable[[Tensor], Tensor]
-"""Returns a stored weight with the adapter added."""
+"""A function that returns a stored weight with the adapter added to it."""
 
 
 def export_merged(model: str, adapter_folder: str | Path, export_dir: str | Path) -> Path:
-    """Write the checkpoint with the adapter added to its weights, as safetensors.
+    """Write a copy of a checkpoint with an adapter added to its weights, as safetensors; return its
+    folder.
 
-    Each sum is taken in float32 and rounded once to the stored dtype. At most one file of the
-    checkpoint is in memory. The folder gets its name when all of it is on disk.
+    Sums are computed in float32 and rounded once to the stored dtype. At most one file of the
+    checkpoint is in memory. The files are written to another folder, which is renamed when all of
+    it is on the disk.
 
     Args:
-        model: folder, hub id that was pulled before, or ``demo``.
-        adapter_folder: of an adapter in PEFT's format.
-        export_dir: made here; must not exist, or be empty.
+        model: the checkpoint: a folder, a hub id that was pulled before, or ``demo``.
+        adapter_folder: folder of an adapter in PEFT's format.
+        export_dir: the folder to make; it must not exist, or be empty.
 
-    Raises: as ``read_adapter_files``; ConflictError (``export_dir`` holds something);
-        UnsupportedError (the checkpoint is quantized, or has no such weight).
+    Raises: the errors of ``read_adapter_files``; ConflictError (``export_dir`` has files);
+        UnsupportedError (the checkpoint is quantized, or lacks a weight of the adapter);
+        CapacityError (the disk is full).
     """
     checkpoint = open_checkpoint(model)
     if checkpoint.quantization is not None:
@@ -103,9 +106,19 @@ def _list_expert_merges(
     *,
     is_transposed: bool,
 ) -> dict[str, Merge]:
-    """Return how the stored tensors of a parameter of routed experts change.
+    """Return, by tensor of the checkpoint, the function that adds an adapter of routed experts to
+    it.
 
-    A checkpoint has one tensor for all experts of a layer, or some for each.
+    The checkpoint has one tensor for all experts of a layer, or tensors for each expert.
+
+    Args:
+        name: dotted name of the experts' parameter.
+        lora: the adapter's factors for all experts.
+        count: number of experts.
+        shapes: shapes of the checkpoint's tensors by name.
+        is_transposed: True if the tensor for all experts has inputs first.
+
+    Raises: UnsupportedError (the checkpoint has the experts in neither form).
     """
     a_ERK = lora.a_RK.to(torch.float32).view(count, -1, lora.a_RK.shape[1])  # noqa: N806
     b_NRE = lora.b_NR.to(torch.float32).view(len(lora.b_NR), -1, count)  # noqa: N806

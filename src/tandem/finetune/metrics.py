@@ -1,7 +1,7 @@
-"""Distances of predictions from references: exact match, BLEU-1 to 4, ROUGE-1, 2 and L.
+"""Similarity of predictions to references: exact match, BLEU-1 to 4, ROUGE-1, 2 and L, in percent.
 
-BLEU is sacrebleu's corpus BLEU up to an order, ROUGE rouge-score's F-measure, averaged over rows;
-all are percentages. Chinese, Japanese and Korean characters are a token each.
+BLEU is sacrebleu's corpus BLEU with n-grams up to the given length. ROUGE is rouge-score's
+F-measure, averaged over the rows. Each Chinese, Japanese or Korean character is a token.
 """
 
 import re
@@ -13,11 +13,13 @@ _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff
 _TOKEN = re.compile(rf"[{_IDEOGRAPHS}]|[^\W_{_IDEOGRAPHS}]+")
 BLEU_ORDERS = (1, 2, 3, 4)
 PACKAGES = ("sacrebleu", "rouge_score")
-"""Compute BLEU and ROUGE; the extra ``finetune`` brings them."""
+"""Packages that compute BLEU and ROUGE; the extra ``finetune`` installs them."""
 
 
 def split_tokens(text: str) -> list[str]:
-    """Return lower-case words, and ideographs one by one; punctuation is dropped."""
+    """Return the words of a text in lower case, with each ideograph as a word; punctuation is
+    dropped.
+    """
     return _TOKEN.findall(text.lower())
 
 
@@ -29,11 +31,13 @@ class _Tokenizer:
 
 
 def measure_matches(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return ``exact_match``: the share of predictions equal to their references, in percent.
+    """Return ``exact_match``: the percentage of predictions that equal their references.
+
+    White space around both is ignored.
 
     Args:
-        predictions: one for each row; at least one row.
-        references: of the same rows.
+        predictions: one text for each row; at least one row.
+        references: the wanted text for each row.
     """
     assert len(predictions) == len(references) > 0, (len(predictions), len(references))
     same = [p.strip() == r.strip() for p, r in zip(predictions, references, strict=True)]
@@ -41,11 +45,11 @@ def measure_matches(predictions: Sequence[str], references: Sequence[str]) -> di
 
 
 def measure_texts(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return ``bleu-1`` to ``bleu-4``, ``rouge-1``, ``rouge-2`` and ``rouge-l``.
+    """Return ``bleu-1`` to ``bleu-4``, ``rouge-1``, ``rouge-2`` and ``rouge-l``, in percent.
 
     Args:
-        predictions: one for each row; at least one row.
-        references: of the same rows.
+        predictions: one text for each row; at least one row.
+        references: the wanted text for each row.
 
     Raises: ModuleNotFoundError: sacrebleu or rouge-score is not installed.
     """

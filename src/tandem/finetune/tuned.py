@@ -1,6 +1,6 @@
-"""A model with an adapter, in this process: answers and scores.
+"""A model with an adapter in this process, which generates answers and scores texts.
 
-For looking at what was learned; a server is faster at many requests.
+It is meant for trying out an adapter; a server is faster at many requests.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +24,13 @@ class TunedModel:
 
     Args:
         model: folder, hub id that was pulled before, or ``demo``.
-        adapter: folder of an adapter in PEFT's format; None is the model alone.
-        template: as of a recipe.
-        is_bf16: tensors in bfloat16 instead of float32.
-        expert_format: as of ``load_frozen``.
-        num_threads: of the kernels; None = all cores.
+        adapter: folder of an adapter in PEFT's format; None: the model alone.
+        template: name of a template, as in a recipe; None: the checkpoint's chat template.
+        is_bf16: True for tensors in bfloat16, False for float32.
+        expert_format: weight format of routed experts, as for ``load_frozen``.
+        num_threads: threads of the kernels; None: as many as the machine allows.
 
-    Raises: as ``load_frozen``, ``open_adapter`` and ``make_template``.
+    Raises: the errors of ``load_frozen``, ``open_adapter`` and ``make_template``.
     """
 
     def __init__(
@@ -65,7 +65,13 @@ class TunedModel:
         temperature: float = 0.0,
         seed: int | None = None,
     ) -> str:
-        """Generate the next turn; temperature 0 is greedy.
+        """Generate the answer to a conversation, and return its text.
+
+        Args:
+            messages: the conversation, each with ``role`` and ``content``.
+            max_tokens: most tokens of the answer; the end of the context may cut it shorter.
+            temperature: temperature of sampling; 0: always the most likely token.
+            seed: seed of sampling; None: torch's random generator as it is.
 
         Raises: ConfigError: the prompt is longer than the model's context.
         """
@@ -99,7 +105,9 @@ class TunedModel:
         return answers
 
     def compute_logprobs(self, example: Example) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the labels of a row and log-probabilities at their places, in one piece."""
+        """Yield a row's labelled tokens and the log-probabilities at their positions, as one piece;
+        see ``EvaluatedModel``.
+        """
         batch = collate([example], 0)
         labels = batch.pop("labels")[0, 1:]
         is_scored = labels != IGNORED_LABEL

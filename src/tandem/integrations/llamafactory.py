@@ -42,8 +42,8 @@ IGNORED = frozenset(
         "flash_attn",
     ]
 )
-"""Keys of chat and export files that are ignored: they ask for what Tandem does anyway, or change
-no answer.
+"""Keys of chat and export files that are ignored: they ask for something that Tandem always does,
+or change no answer.
 """
 INSTEAD = {
     "eval": "tandem eval MODEL --adapter DIR --data FILE",

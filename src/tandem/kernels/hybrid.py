@@ -179,12 +179,12 @@ class HybridDecoder:
         Args:
             step: runs the layers.
             routing: defers experts; None: none are.
-            hidden_TD: of all the step's tokens.
+            hidden_TD: residual stream of all the step's tokens; changed in place.
             num_live: tokens whose experts are computed; None: all.
-            is_captured: whether this step is a graph; None: as the decoder's steps are.
+            is_captured: True to capture this step as a graph; None: as set for the decoder.
             key: distinguishes graphs of equally many tokens that use different memory.
 
-        Raises: what experts or the device raise; the step may then be run again.
+        Raises: the errors of the experts and of the device; the step may then be run again.
         """
         num_live = len(hidden_TD) if num_live is None else num_live
         is_captured = self._is_captured if is_captured is None else is_captured

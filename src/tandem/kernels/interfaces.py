@@ -283,7 +283,7 @@ class Shard:
     """Axis of the weight's shape; for codes [N, K], 0 is outputs and 1 inputs."""
     start: int
     stop: int
-    """End of the part, exclusive."""
+    """End of the part along the axis, exclusive."""
     size: int
     """Size of the whole axis, as in the configuration."""
 

@@ -534,8 +534,10 @@ def _place_layers(
 
 
 def wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device: Device) -> Tensor:
-    """View the first ``size_bytes`` of a given buffer as uint8; the tensor keeps the buffer
-    alive.
+    """View the first ``size_bytes`` of a given buffer as uint8; the tensor keeps the buffer alive.
+
+    Raises: UnsupportedError (a device that cannot use host memory, or read-only memory); ShapeError
+        (too few bytes, not contiguous, or not aligned).
     """
     where, field = "kernels.wrap_kv_cache", "memory"
     exporter: Any = memory  # numpy's stubs do not say that arrays have the buffer protocol.

@@ -71,7 +71,9 @@ class StepRouting:
         """True if any token of the step defers experts."""
 
     def restart(self) -> None:
-        """Return to before the first layer, for the next step in the same memory."""
+        """Prepare for the next step in the same memory: the first layer is next, and nothing is
+        deferred.
+        """
         self.layer_idx = -1
         self._late = None
 

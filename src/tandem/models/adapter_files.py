@@ -265,8 +265,9 @@ def _find_scale(config: dict[str, Any], name: str) -> tuple[int, float]:
 
 
 def _match(config: dict[str, Any], key: str, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a name, or all of it
-    after ^.
+    """Return the value of the first pattern that matches the end of a name, or all of it after ^.
+
+    Raises: UnsupportedError (a pattern is a general regular expression).
     """
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict):

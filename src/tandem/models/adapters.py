@@ -35,7 +35,7 @@ _REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """An adapter in memory."""
+    """A LoRA adapter that is installed in a model."""
 
     digest: str
     """Digest of the adapter's files, as ``AdapterFiles.digest``."""

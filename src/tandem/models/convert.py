@@ -26,7 +26,7 @@ __all__ = ["ConvertReport", "convert_model"]
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """The result of a conversion."""
+    """The result of packing a checkpoint's experts."""
 
     folder: str
     """Folder that holds a folder for each weight format."""

@@ -321,8 +321,9 @@ class Draft:
         _sync(self._out.parent)
 
     def _try_lock(self) -> None:
-        """Try to lock the marker; nothing happens if the folder was renamed or removed
-        meanwhile.
+        """Try to lock the marker; nothing happens if the folder was renamed or removed meanwhile.
+
+        Raises: ConfigError (another conversion holds the lock).
         """
         is_link = self.folder.is_symlink()
         if not is_link:

@@ -169,7 +169,9 @@ def _hash_operators(modules: list[tuple[str, nn.Module]]) -> str:
 
 
 def _multiplies_in_torch(modules: list[tuple[str, nn.Module]], layout: KVLayout) -> bool:
-    """Return True if torch attends or multiplies; embeddings are only looked up."""
+    """Return True if torch computes attention or a matrix product; looking up an embedding does not
+    count.
+    """
     if not layout.is_coded and TORCH_DTYPES[layout.dtype] not in NATIVE_DTYPES:
         return True
     for _, module in modules:

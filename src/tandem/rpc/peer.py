@@ -81,7 +81,7 @@ class Peer:
     Args:
         greeting: the peer's first message: its identity, and the limits to respect.
         transport: borrowed; the endpoint owns it.
-        context: of the endpoint.
+        context: shared parts of the endpoint.
         our_lane: the lane offer sent to the peer; withdrawn when the session ends.
         on_lost: called once with the reason when the session has ended.
     """
@@ -203,13 +203,11 @@ class Peer:
 
         Returns: the decoded answer.
         Raises: DeadlineError when the deadline passes on either side, or the answer is lost with
-            its
-            lane: executed once or not at all; PeerLostError when the session ends first (an
-                unanswered
-            call may or may not have been executed); UnsupportedError for an unknown method;
-            CapacityError when too many calls are open or the request is too large; ConfigError if
-            the request does not fit its type; CorruptionError if the answer does not; else the
-            handler's error, if it was a ``TandemError``, or InternalError.
+            its lane: executed once or not at all; PeerLostError when the session ends first (an
+            unanswered call may or may not have been executed); UnsupportedError for an unknown
+            method; CapacityError when too many calls are open or the request is too large;
+            ConfigError if the request does not fit its type; CorruptionError if the answer does
+            not; else the handler's error, if it was a ``TandemError``, or InternalError.
         """
         return await self.begin(method, request, response_type, timeout_s=timeout_s)
 

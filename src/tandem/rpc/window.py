@@ -83,7 +83,7 @@ class ReadLedger:
         window_messages: the sender's window. A report is due after a quarter of it, so that a
             reader who keeps up never lets the window fill, at the price of four reports for each
             window.
-        window_bytes: the same window in bytes.
+        window_bytes: the sender's window in bytes.
     """
 
     __slots__ = (

@@ -179,7 +179,7 @@ class MemoryDisk:
         return [(number, len(file.data)) for number, file in self.files.items()]
 
     async def make_bucket(self, number: int, nbytes: int) -> None:
-        """Create a bucket and reserve its space."""
+        """Create a bucket and reserve its space. Raises: CapacityError."""
         await self._step()
         assert number not in self.files
         if self.used_bytes + nbytes > self.room_bytes:
@@ -203,7 +203,10 @@ class MemoryDisk:
             self._put(file, at, data)
 
     async def read(self, number: int, at: int, buffer: MemoryBuffer, nbytes: int) -> None:
-        """Read ``nbytes`` into ``buffer``."""
+        """Read ``nbytes`` of a bucket, from offset ``at`` on, into ``buffer``.
+
+        Raises: InternalError (the file is shorter).
+        """
         file = self._file(number)
         await self._step()
         if at + nbytes > len(file.data):
@@ -219,7 +222,7 @@ class MemoryDisk:
         file.unsynced.clear()
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
-        """Shorten a bucket."""
+        """Truncate a bucket to ``nbytes``."""
         file = self._file(number)
         await self._step()
         del file.data[nbytes:]

@@ -50,7 +50,7 @@ class World:
         """Open sessions, each in the direction from the process that opened it."""
         self.steps = 0
         self.num_answers: collections.Counter[str] = collections.Counter()
-        """Number of answers by method."""
+        """Number of answers that were sent, by method."""
         self.crash_at: dict[int, Callable[[], None]] = {}
         """Actions to run after a step, by the step's number."""
         self.cuts: set[frozenset[str]] = set()

@@ -321,7 +321,7 @@ class SetFloor(msgspec.Struct, frozen=True):
 
 
 class FloorSet(msgspec.Struct, frozen=True):
-    """The answer to ``SetFloor``."""
+    """The answer to ``SetFloor``: the floor, and the hosts and removals that it concerns."""
 
     version: int
     """Objects up to this version are dropped when a host that the roster does not name joins."""

@@ -65,7 +65,7 @@ class LatencyHistogram:
         self.sum_s = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Count one duration."""
+        """Add one duration to the histogram, seconds."""
         self.counts[bisect_left(BUCKETS_S, seconds)] += 1
         self.sum_s += seconds
 

@@ -52,8 +52,9 @@ class Caller(Protocol):
 
 
 def check_present(caller: Caller) -> None:
-    """Raise PeerLostError if the caller's session has ended. The session's end, which would cancel
-    the work, has then passed.
+    """Raise PeerLostError if the caller's session has ended.
+
+    Called where work begins: the end of a session cancels only the work that had begun before it.
     """
     if caller.is_lost:
         raise PeerLostError("store.call", f"the session of {caller.name} is over")

@@ -78,7 +78,7 @@ class Submitter(Protocol):
     """The part of ``TransferEngine`` that batches use."""
 
     def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float | None) -> CoreBatch:
-        """Start to move prepared ranges."""
+        """Start to move prepared ranges, and return the native batch."""
         ...
 
 

@@ -113,7 +113,7 @@ def serve_on_loop(
     """Pass calls to the handler on an event loop, until the engine is closed.
 
     Args:
-        core: of the engine.
+        core: the engine's native core.
         handler: see ``CallHandler``.
         loop: the event loop of the calling thread.
 
@@ -134,7 +134,7 @@ class _LoopServer:
         self._loop = loop
 
     def start(self) -> None:
-        """Start to serve."""
+        """Begin to pass arriving calls to the handler on the event loop."""
         self._loop.add_reader(self._source.fileno(), self._serve)
         if isinstance(self._loop, PollingLoop):
             self._loop.add_source(self._source)

@@ -168,8 +168,8 @@ class LoadClient:
                     await all_open.wait()
                     await answer.aread()
             except httpx.HTTPError:
-                # An HTTP error is passed over here: the run itself will report what is wrong with
-                # the server.
+                # Ignore an HTTP error here: the run itself will report what is wrong with the
+                # server.
                 await all_open.abort()
             except asyncio.BrokenBarrierError:
                 pass

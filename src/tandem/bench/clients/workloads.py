@@ -40,7 +40,7 @@ WORDS = ("time", "way", "year", "work", "day", "life", "world", "house", "place"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a conversation."""
+    """One request of a conversation: its prompt, and the number of tokens to ask for."""
 
     prompt: list[int] | str
     """Token ids, or the text of the user's message in this turn."""
@@ -196,11 +196,11 @@ def read_trace(
 
     Args:
         path: JSON lines of ``timestamp`` (ms), ``input_length``, ``output_length``, ``hash_ids``.
-        count: of requests at most; None is all.
-        ids: of the tokens.
+        count: most requests to return; None returns all.
+        ids: token ids to draw from.
         length_divisor: divides all lengths, for a small model; 512 has to be a multiple of it.
         slowdown: multiplies the times between arrivals.
-        seed: of the tokens that a hash id stands for.
+        seed: seed from which, with a hash id, the tokens of a block are drawn.
 
     Raises: NotFoundError; ConfigError (a line is no row of a trace).
     """
@@ -217,14 +217,14 @@ def make_trace(
     slowdown: float = 1.0,
     seed: int,
 ) -> list[Conversation]:
-    """Return the requests of rows: equal hash ids become equal tokens.
+    """Return the requests of a trace's rows: equal hash ids become equal tokens.
 
     Args:
-        rows: in order of arrival.
-        ids: of the tokens.
-        block_tokens: that a hash id stands for.
+        rows: rows in order of arrival.
+        ids: token ids to draw from.
+        block_tokens: number of tokens that a hash id stands for.
         slowdown: multiplies the times between arrivals.
-        seed: of the tokens that a hash id stands for.
+        seed: seed from which, with a hash id, the tokens of a block are drawn.
     """
     made: list[Conversation] = []
     for row in rows:

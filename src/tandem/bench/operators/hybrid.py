@@ -208,29 +208,29 @@ class _Step:
         self._h: Tensor | None = None
 
     def begin_(self) -> None:
-        """See ``LayeredStep``."""
+        """Do nothing: these layers derive nothing from the batch."""
 
     def choose_experts_(self, layer: nn.Module, x: Tensor) -> _Choice:
-        """See ``LayeredStep``."""
+        """Run a layer up to its router's choice."""
         assert isinstance(layer, _Layer), layer
         self._number, self._x = layer.number, x
         self._h, ids, weights = self._layers.choose(layer.number, x)
         return _Choice(Buffer(self._h), Buffer(ids), Buffer(weights))
 
     def run_shared_(self, choice: object) -> None:
-        """See ``LayeredStep``."""
+        """Add the output of the shared experts to the hidden states."""
         del choice
         assert self._x is not None
         assert self._h is not None
         self._layers.add_shared(self._number, self._x, self._h)
 
     def leave_sum_(self, out: Buffer) -> None:
-        """See ``LayeredStep``."""
+        """Add the experts' sum to the hidden states at once."""
         assert self._x is not None
         self._x.add_(out.tensor)
 
     def complete_(self, x: Tensor) -> None:
-        """See ``LayeredStep``."""
+        """Do nothing: no sum is pending."""
 
     def split(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """Divide choices into immediate and deferred ones as ``StepRouting`` does for decoded
@@ -267,7 +267,7 @@ def measure_error(found: Tensor, wanted: Tensor) -> float:
 
 
 class Decode:
-    """Decode steps of ours.
+    """Decode steps of our implementation (``kernels.hybrid``).
 
     Args:
        layers: random layers.

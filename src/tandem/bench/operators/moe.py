@@ -155,6 +155,7 @@ class _KtKernel:
     Args:
        folder: files with weights and batches are exchanged here.
        name: our format.
+       shape: sizes of the layers.
        kinds: the variants of the rival to start.
     """
 

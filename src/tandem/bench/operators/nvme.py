@@ -177,7 +177,9 @@ class _Case:
         return tier, layers
 
     def check(self) -> str:
-        """Compare the outputs of ours and of every rival bitwise."""
+        """Compare the outputs of our implementation and of every rival bitwise; return ``ok`` or
+        the error.
+        """
         wanted = self.model.compute(self.model.banks, self.trace)
         tier, layers = self.open()
         if not _equal(self.model.compute(layers, self.trace), wanted):
@@ -192,7 +194,7 @@ class _Case:
         return "ok"
 
     def ours(self) -> float:
-        """Measure the milliseconds per token of ours."""
+        """Measure our milliseconds per token, with experts read from the disk into slots."""
         _, layers = self.open()
         seconds = time_call(lambda: self.model.compute(layers, self.trace))
         return 1e3 * seconds / self.model.num_tokens

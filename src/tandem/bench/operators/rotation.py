@@ -27,12 +27,12 @@ class Rotation(Protocol):
 
     @property
     def count(self) -> int:
-        """Number of operators."""
+        """Number of operators that are used in turn."""
         ...
 
     @property
     def kinds(self) -> list[Kind]:
-        """Variants of the rival."""
+        """Variants of the rival that are measured."""
         ...
 
     def run(self, nth: int) -> object:

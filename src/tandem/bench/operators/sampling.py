@@ -80,7 +80,7 @@ class _Case:
     rival_threads: int = 1
 
     def prepare(self) -> str:
-        """Make the rows, check the result, choose the rival; return ``ok`` or what is wrong."""
+        """Make the rows, check the result, choose the rival; return ``ok`` or the error."""
         generator = torch.Generator().manual_seed(0)
         self.logits = torch.randn(self.num_rows, self.vocab_size, generator=generator) * SPREAD
         self.view = view_tensor(self.logits)
@@ -140,11 +140,11 @@ class _Case:
         return time_call(lambda: [call() for _ in range(CALLS)]) / CALLS * 1e6
 
     def time_ours(self) -> float:
-        """Return the microseconds of one call of ours."""
+        """Return the microseconds of one call of our sampler."""
         return self._time(self._run)
 
     def time_rival(self) -> float:
-        """Return the microseconds of one call of torch's."""
+        """Return the microseconds of the same choice by torch's operators."""
         torch.set_num_threads(self.rival_threads)
         return self._time(self._run_rival)
 

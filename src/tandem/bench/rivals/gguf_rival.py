@@ -1,10 +1,11 @@
-"""Writes checkpoints of the model benchmark as GGUF files; like the peers' scripts it imports no
+"""Writes checkpoints of the model benchmark as GGUF files. Like the peers' scripts it imports no
 module of Tandem.
 
-The files are laid out as llama.cpp's converter does and quantised by the ``gguf`` package from the
+The files are laid out as by llama.cpp's converter and quantised by the ``gguf`` package from the
 same weights that ours uses: qwen3_moe, deepseek_v2, glm4_moe_lite, gemma4 and qwen3_5_moe. In
-layers of the last with a recurrent state, llama.cpp interleaves the value heads (first those that
-come first for each key head, then those that come second) and negates the decay rates.
+layers with a recurrent state, which only the last has, llama.cpp interleaves the value heads (first
+the first one of each key head, then the second one of each) and stores the negative decay rate
+instead of its logarithm.
 """
 
 import json
@@ -52,8 +53,8 @@ STATE_NAMES = {
     "linear_attn.norm.weight": "ssm_norm.weight",
     "linear_attn.out_proj.weight": "ssm_out.weight",
 }
-"""Tensor names of models whose layers have a recurrent state, in addition to the names above or
-instead of them.
+"""Tensor names of models whose layers have a recurrent state; they add to or replace
+``LAYER_NAMES``.
 """
 GEMMA4_NAMES = {
     "post_attention_layernorm.weight": "post_attention_norm.weight",
@@ -69,9 +70,9 @@ GEMMA4_NAMES = {
     "experts.down_proj": "ffn_down_exps.weight",
     "layer_scalar": "layer_output_scale.weight",
 }
-"""Tensor names of Gemma 4, in addition to the first names or instead of them."""
+"""Tensor names of Gemma 4; they add to or replace ``LAYER_NAMES``."""
 IN_FLOAT32 = ("ffn_gate_inp", "ssm_conv1d")
-"""Matrices that llama.cpp does not quantise."""
+"""Parts of the names of matrices that llama.cpp does not quantise."""
 NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -94,7 +95,9 @@ def read_tensors(path):
 
 
 def write_gguf(folder, path, kind):
-    """Write every tensor of the checkpoint: norms and routers in float32, the others quantised as
+    """Write all tensors of a checkpoint to a file, and return the file's bytes.
+
+    Vectors, routers and convolutions are float32, embedding and head Q8_0, all others of type
     ``kind``.
     """
     folder, path = Path(folder), Path(path)
@@ -183,8 +186,8 @@ def describe_gemma4(writer, config):
     writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
     writer.add_rope_dimension_count(wide)
     writer.add_rope_dimension_count_swa(size)
-    # Gemma 4 rotates only a part of the pairs: a factor of 1e30 makes the frequency of every other
-    # pair zero in effect.
+    # Gemma 4 rotates only some pairs of a head: a factor of 1e30 makes the frequencies of the
+    # remaining pairs zero in effect.
     half = wide // 2
     turned = int(half * ropes["full_attention"]["partial_rotary_factor"])
     factors = np.array([1.0] * turned + [1e30] * (half - turned), np.float32)
@@ -192,7 +195,7 @@ def describe_gemma4(writer, config):
 
 
 def describe_states(writer, config):
-    """Write the metadata of Qwen3.5-MoE, whose layers have recurrent states."""
+    """Write the metadata of Qwen3.5-MoE's layers with recurrent states."""
     writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
     writer.add_ssm_state_size(config["linear_key_head_dim"])
     writer.add_ssm_group_count(config["linear_num_key_heads"])
@@ -208,7 +211,7 @@ def describe_states(writer, config):
 
 
 def rename(name, tensor, config):
-    """Yield the llama.cpp tensors that correspond to one tensor of transformers."""
+    """Yield (name, values) of each llama.cpp tensor that one tensor of transformers becomes."""
     has_states = "linear_num_key_heads" in config
     if has_states and name.endswith("norm.weight") and ".linear_attn." not in name:
         # These RMSNorms multiply by (1 + weight), and llama.cpp's multiply by the weight: the 1 is
@@ -238,8 +241,8 @@ def rename(name, tensor, config):
 
 
 def rearrange_heads(rest, tensor, config):
-    """Reorder a tensor's value heads as llama.cpp interleaves them; also reshape a convolution and
-    convert a decay.
+    """Return a tensor with its value heads interleaved as in llama.cpp. A convolution loses its
+    dimension of size 1, and the logarithm of a decay rate becomes the negative rate.
     """
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     size = config["linear_value_head_dim"]
@@ -269,7 +272,8 @@ def add_tensor(writer, name, tensor, kind):
     if tensor.ndim == 1 or any(part in name for part in IN_FLOAT32):
         writer.add_tensor(name, np.ascontiguousarray(tensor))
         return
-    # Embedding and head get at least 8 bits, as llama.cpp's own quantiser does.
+    # Embedding and head are always Q8_0, since llama.cpp's own quantiser gives them at least 8 bits
+    # too.
     wish = "Q8_0" if name in NAMES.values() else kind.upper()
     quantised = gguf.GGMLQuantizationType[wish]
     data = gguf.quants.quantize(np.ascontiguousarray(tensor), quantised)

@@ -60,12 +60,14 @@ class MooncakeStore:
         self._client.call("touch", total_bytes=int(segment_bytes * 0.85))
 
     def prepare(self, api: str, size: int, batch: int) -> None:
-        """See ``Rival``."""
+        """Put a batch and get it back, so that later calls measure it. Raises: PeerLostError (the
+        bytes differ).
+        """
         if not self._client.call("prepare", api=api, size=size, batch=batch):
             raise PeerLostError("bench.check", "mooncake gave other bytes than it was given")
 
     def measure_us(self, op: str) -> float:
-        """See ``Rival``."""
+        """Return the microseconds to put the prepared batch under new keys, or to get it."""
         return self._client.call("measure", op=op, seconds=MEASURE_S)
 
     def measure_exists(self, count: int) -> float:
@@ -84,10 +86,12 @@ class Redis:
         self._client.call("start", memory_bytes=memory_bytes)
 
     def prepare(self, api: str, size: int, batch: int) -> None:
-        """See ``Rival``."""
+        """Put a batch and get it back, so that later calls measure it. Raises: PeerLostError (the
+        bytes differ).
+        """
         if not self._client.call("prepare", path=self._path, size=size, batch=batch):
             raise PeerLostError("bench.check", "redis gave other bytes than it was given")
 
     def measure_us(self, op: str) -> float:
-        """See ``Rival``."""
+        """Return the microseconds to put the prepared batch under new keys, or to get it."""
         return self._client.call("measure", op=op, seconds=MEASURE_S)

@@ -61,7 +61,7 @@ class _Model:
 
     @cached_property
     def top_k(self) -> int:
-        """Experts per token."""
+        """Number of experts that the model chooses for a token."""
         plan = plan_model(self._folder)
         return plan.spec.top_k
 

@@ -65,7 +65,7 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
 
 
 class _Bench:
-    """One random model."""
+    """One random model of a family, whose steps are measured."""
 
     def __init__(self, folder: Path, model_type: str, sizes: dict[str, Any]) -> None:
         self._folder = folder

@@ -112,7 +112,8 @@ class LegRecord:
     instance: str
     leg_id: str
     sent_s: float
-    """Time at which the instance accepted or refused the request, seconds."""
+    """Seconds from the submission of the request to the dispatcher until it is sent to the
+    instance."""
 
 
 @dataclass(slots=True, eq=False)

@@ -31,7 +31,9 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training row: token ids, and labels of the same length."""
+    """One training row: token ids, and for each the id to learn at its position or
+    ``IGNORED_LABEL``.
+    """
 
     token_ids: tuple[int, ...]
     labels: tuple[int, ...]

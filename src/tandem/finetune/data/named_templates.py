@@ -227,7 +227,7 @@ NAMED_TEXTS = {
         default_system="You are Zephyr, a helpful assistant.",
     ),
 }
-"""Texts by LLaMA-Factory's names."""
+"""Formats of messages, by LLaMA-Factory's names of the templates."""
 
 LATER_NAMES = frozenset(
     [

@@ -136,8 +136,7 @@ def load_dataset(name: str, folder: Path, max_samples: int | None = None) -> Rec
 
     Args:
        name: a key of ``dataset_info.json``, or a file of alpaca rows or of rows with ``messages``
-           or
-           ``conversations``.
+           or ``conversations``.
        folder: folder of ``dataset_info.json`` and the files it names.
        max_samples: most rows to read, from the beginning; None reads all.
 

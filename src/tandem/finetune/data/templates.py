@@ -51,7 +51,7 @@ class Turn:
 
 
 class Template(Protocol):
-    """Renders conversations as tokens."""
+    """A chat template, which renders conversations as tokens."""
 
     tail: list[int]
     """Token ids that follow the whole conversation, and are learned."""

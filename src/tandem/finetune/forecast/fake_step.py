@@ -1,9 +1,9 @@
-"""The memory of one training step, found by running it on tensors without memory.
+"""The cost of one training step, found by running it on tensors without memory.
 
-The model of the run (transformers' modules, adapters, loss) takes a step forward and backward under
-torch's fake tensors: shapes, dtypes and the order of operations are the real ones, no number is
-computed. Counted are the bytes alive at each moment and the work of the matrix products. So there
-is no formula for a family.
+The run's model (transformers' modules, adapters, loss) goes forward and backward under torch's fake
+tensors: shapes, dtypes and the order of operations are the real ones, and no number is computed.
+The bytes that are alive at each moment and the work of the matrix products are counted. So no model
+family needs a formula of its own.
 
 Shapes: B rows, T tokens of a row.
 """
@@ -32,13 +32,16 @@ __all__ = ["StepCost", "StepShape", "simulate_step"]
 
 EXPERT_FORWARD_PRODUCTS = 3
 EXPERT_BACKWARD_PRODUCTS = 3
-"""Gate and up are kept."""
+"""Products of hidden size x intermediate size that an expert computes for each of its tokens in the
+backward pass. Gate and up are kept from the forward pass and not computed again.
+"""
 SCAN_FORWARD_OPERATIONS, SCAN_BACKWARD_OPERATIONS = 4, 12
-"""On each element of a state, a token: decay, update, two sums; those again, and their gradients.
+"""Operations of a gated delta rule for each token and element of the state. Forward: decay, update,
+two sums; backward: the same again, and the gradients.
 """
 
 SUMMED = ("kept_bytes", "num_operations", "moved_bytes", "torch_flops", "native_flops")
-"""Costs that each layer adds to."""
+"""Fields of ``StepCost`` that add up over the layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,15 @@ class StepShape:
     """The facts of a run that decide the size of its step."""
 
     num_rows: int
-    """B, of one batch on the device; accumulation adds none."""
+    """B: sequences of one batch on the device; gradient accumulation adds none."""
     num_tokens: int
-    """T, of the longest row."""
+    """T: tokens of the longest row."""
     is_bf16: bool
     has_packed_experts: bool
     has_packed_linear: bool
     is_checkpointed: bool
     has_reference: bool = False
-    """True if a forward pass without adapters and gradients is made beside it, as in stage dpo."""
+    """True if the step also has a forward pass without adapters and gradients, as in stage dpo."""
     has_f32_experts: bool = False
     """True if packed experts are in f32: they keep gate and up in float32, not in bf16."""
 
@@ -64,23 +67,34 @@ class StepCost:
     """The cost of one forward and backward pass over B rows of T tokens."""
 
     kept_bytes: int = 0
-    """Alive when the backward pass begins, beside weights, adapters and the optimizer's state."""
+    """Bytes that are alive when the backward pass begins, without weights, adapters and the
+    optimizer's state.
+    """
     temporary_bytes: int = 0
-    """Alive beyond those at most."""
+    """Largest number of bytes that are alive in addition to ``kept_bytes`` at any moment of the
+    step.
+    """
     num_operations: int = 0
     moved_bytes: int = 0
-    """Read and written by operations that are no products."""
+    """Bytes read and written by operations other than torch's products."""
     torch_flops: int = 0
     native_flops: int = 0
-    """Operations a second of products with packed matrices."""
+    """Floating-point operations of the native kernels: products with packed weights, and
+    recurrences.
+    """
 
     @property
     def peak_bytes(self) -> int:
-        """Alive at once at most."""
+        """Largest number of bytes that are alive at once, without weights and the optimizer's
+        state.
+        """
         return self.kept_bytes + self.temporary_bytes
 
     def plus(self, more: "StepCost", less: "StepCost", times: int) -> "StepCost":
-        """Return this with ``times`` the difference of two costs; temporaries are the largest."""
+        """Return this cost plus ``times`` the difference ``more - less``.
+
+        Temporary bytes do not add up: the result has the larger number of this cost and ``more``.
+        """
         sums = {
             name: getattr(self, name) + times * (getattr(more, name) - getattr(less, name))
             for name in SUMMED
@@ -89,7 +103,7 @@ class StepCost:
 
 
 class _Counter(TorchDispatchMode):
-    """Follows the storages of fake tensors, and counts products."""
+    """A torch mode that counts the bytes of live tensors, the operations and their cost."""
 
     def __init__(self, cost: StepCost) -> None:
         super().__init__()
@@ -99,7 +113,7 @@ class _Counter(TorchDispatchMode):
         self.peak_bytes = 0
 
     def ignore(self, tensor: Tensor) -> None:
-        """Count a tensor that is there before the step as nothing."""
+        """Count a tensor that exists before the step as zero bytes."""
         self._alive[id(tensor.untyped_storage())] = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,7 +155,11 @@ def _iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 class _FakeExperts(torch.autograd.Function):
-    """Keeps and allocates what ``kernels.cpu.autograd`` does for packed experts."""
+    """A stand-in for the autograd node of packed experts (``kernels.cpu.autograd``).
+
+    It allocates tensors of the same sizes, keeps the same ones for the backward pass, and computes
+    nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, owner: "_Experts", x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -165,7 +183,9 @@ class _FakeExperts(torch.autograd.Function):
 
 
 class _FakeAdaptedExperts(torch.autograd.Function):
-    """Keeps and allocates what ``kernels.cpu.adapted_experts`` does."""
+    """A stand-in for the autograd node of packed experts with LoRA
+    (``kernels.cpu.adapted_experts``).
+    """
 
     @staticmethod
     def forward(
@@ -198,7 +218,9 @@ class _FakeAdaptedExperts(torch.autograd.Function):
 
 
 class _Experts(nn.Module):
-    """Stands for a layer's routed experts."""
+    """A stand-in for a layer's routed experts, packed or not, that counts the cost of their
+    products.
+    """
 
     def __init__(self, old: Any, cost: StepCost, shape: StepShape) -> None:
         super().__init__()
@@ -237,8 +259,8 @@ class _Experts(nn.Module):
             out = _FakeAdaptedExperts.apply(self, x, top_k_index, top_k_weights, *tensors)
             assert isinstance(out, Tensor)
             return out
-        # Without kernels of ours, PEFT adds the adapters to the weights: it forms merged weights of
-        # all experts.
+        # Without our kernels PEFT adds the adapters to the weights: it makes merged weights of all
+        # experts.
         gate_up, down = self._list_weights()
         gate_up = _merge(gate_up, f.gate_up_b, f.gate_up_a)
         return self._run(x, top_k_weights, gate_up, _merge(down, f.down_b, f.down_a))
@@ -250,9 +272,10 @@ class _Experts(nn.Module):
         return self.gate_up_proj, self.down_proj
 
     def _run(self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Count the pairs of a token and its expert, as transformers' grouped products have them.
+        """Return the experts' output [T, D], computed for all (token, expert) pairs with one
+        expert's weights.
 
-        The weights of one expert stand for those of all.
+        This costs as much as transformers' grouped products with the weights of all experts.
         """
         top_k = weights.shape[-1]
         pairs = x.repeat_interleave(top_k, dim=0)
@@ -263,7 +286,7 @@ class _Experts(nn.Module):
 
 
 class _FakeScan(torch.autograd.Function):
-    """Keeps and allocates what ``kernels.cpu.delta_scan`` does for one sequence."""
+    """A stand-in for the recurrence of ``kernels.cpu.delta_scan`` over one sequence."""
 
     @staticmethod
     def forward(ctx: Any, cost: StepCost, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,7 +314,9 @@ def _merge(weight: Tensor, b: Tensor, a: Tensor) -> Tensor:
 
 
 class _FakeProduct(torch.autograd.Function):
-    """Keeps nothing, as ``multiply_frozen``."""
+    """A stand-in for ``multiply_frozen``: counts a product and keeps no tensor for the backward
+    pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, owner: "_Linear", x: Tensor) -> Tensor:
@@ -305,7 +330,9 @@ class _FakeProduct(torch.autograd.Function):
 
 
 class _Linear(nn.Linear):
-    """Stands for a packed matrix; to PEFT it is a linear layer."""
+    """A stand-in for a packed matrix that counts its products; an ``nn.Linear``, so that PEFT
+    adapts it.
+    """
 
     def __init__(self, old: nn.Linear, cost: StepCost) -> None:
         nn.Module.__init__(self)
@@ -326,7 +353,9 @@ class _Linear(nn.Linear):
 
 
 class _FakeLoss(torch.autograd.Function):
-    """Allocates what ``training.loss`` does for a frozen head [V, D]; all rows are learned."""
+    """A stand-in for the loss of ``training.loss`` over a frozen head [V, D]: allocates tensors of
+    the same sizes, as if all rows were learned.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, hidden: Tensor) -> Tensor:
@@ -345,7 +374,11 @@ class _FakeLoss(torch.autograd.Function):
 
 
 def _take_loss(model: Any, ids: Tensor, shape: StepShape) -> tuple[Tensor, Any]:
-    """Return (the loss, what stays alive beside it), taken as the run takes it."""
+    """Run the forward pass and the loss in the way that the run does.
+
+    Returns: the loss, and the object that keeps further tensors alive as in the run; None if none
+        are.
+    """
     base = model.get_base_model()
     head, text = base.get_output_embeddings(), base.config.get_text_config()
     is_plain = type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad
@@ -364,7 +397,9 @@ def _take_loss(model: Any, ids: Tensor, shape: StepShape) -> tuple[Tensor, Any]:
 
 
 def _replace_packed(model: Any, shape: StepShape, cost: StepCost) -> None:
-    """Put stand-ins where the run has packed matrices, and one expert's products elsewhere."""
+    """Replace routed experts, gated delta rules and packed matrices by stand-ins that count their
+    cost.
+    """
     for name, module in list(model.named_modules()):
         if find_expert_shapes(module):
             stand_in = _Experts(module, cost, shape)
@@ -379,7 +414,9 @@ def _replace_packed(model: Any, shape: StepShape, cost: StepCost) -> None:
 
 
 def _make_fake(model: Any, dtype: torch.dtype) -> None:
-    """Give the model fake tensors on the CPU; tied ones stay one."""
+    """Replace the model's parameters and buffers by fake tensors on the CPU, frozen ones in
+    ``dtype`` and trained ones in float32. Tied parameters stay tied.
+    """
     made: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False)):
@@ -398,16 +435,17 @@ def simulate_step(
     shape: StepShape,
     adapt: Callable[[Any], Any],
 ) -> StepCost:
-    """Take steps on fake tensors through as few layers as show what all of them need.
+    """Return the cost of a training step, found by running a few layers of the model on fake
+    tensors.
 
-    Layers with equal specifications cost the same, so one of each kind is run, then each kind once
-    more; the rest is a multiple of the difference.
+    Layers with equal specifications cost the same. So one layer of each kind is run, then, for each
+    kind, the same with one more layer of it: the difference is the cost of each further layer.
 
     Args:
-        make_skeleton: returns transformers' model on the meta device; it is changed.
-        layers: of that model.
-        shape: of the step.
-        adapt: ``adapt(model)`` returns the model with its adapters.
+        make_skeleton: returns transformers' model on the meta device, which is changed here.
+        layers: the model's decoder layers.
+        shape: sizes and options of the step.
+        adapt: returns the model that it is given with the run's adapters.
     """
     kinds: dict[LayerSpec, list[int]] = {}
     for layer in layers:
@@ -423,7 +461,10 @@ def simulate_step(
 
 
 def _run_step(model: Any, layers: list[int], shape: StepShape, adapt: Any) -> StepCost:
-    """Take a step through some of a model's layers."""
+    """Return the cost of a step through only the layers with these numbers. ``model`` is changed.
+
+    The adapters are those that ``adapt`` adds.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     cost = StepCost()
@@ -461,7 +502,7 @@ def _run_step(model: Any, layers: list[int], shape: StepShape, adapt: Any) -> St
 
 
 def _keep_layers(model: Any, layers: list[int]) -> None:
-    """Leave out all but some decoder layers."""
+    """Remove all decoder layers from the model except those with these numbers."""
     kept = [model.model.layers[i] for i in layers]
     types = getattr(model.config, "layer_types", None)
     if types is not None:

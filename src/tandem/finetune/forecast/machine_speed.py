@@ -1,9 +1,10 @@
-"""The speed at which this machine does the kinds of work that a training step is made of, measured
-now.
+"""Measurement of this machine's speed at the kinds of work that a training step consists of.
 
-Each kind is timed at the sizes of the run, on one thread by that thread's own time: a busy machine
-gives the same figures as an idle one. All threads are taken to do their share. Shapes: T rows,
-D hidden, F intermediate of an expert.
+Each kind is timed at the sizes of the run on one thread, by that thread's CPU time, so that other
+load on the machine changes no figure. The speed of one thread is multiplied by the number of
+threads.
+
+Shapes: T rows, D hidden, F intermediate of an expert.
 """
 
 import time
@@ -26,9 +27,11 @@ from tandem.kernels.weights.formats import WeightFormat
 __all__ = ["MachineSpeed", "measure_speed"]
 
 LEAST_S = 0.05
-"""Least seconds of each timing, in the thread's own time."""
+"""Shortest measurement of a kind of work, in seconds of the thread's CPU time."""
 MEMORY_THREADS = 8
-"""Threads that together read and write that many times faster than one; more add little."""
+"""Number of threads up to which memory traffic is assumed to grow in proportion; further threads
+add little.
+"""
 MAX_ROWS = 512
 MAX_WIDTH = 4096
 """Largest width of the matrices that are timed."""
@@ -44,10 +47,12 @@ class MachineSpeed:
     native_flops_per_s: float
     bytes_per_s: float
     operation_s: float
-    """Seconds that torch and autograd take for an operation without work."""
+    """Seconds of CPU time that torch and autograd take for an operation on a few numbers."""
 
     def predict_s(self, cost: StepCost) -> float:
-        """Return the seconds of a step: its products, its other memory traffic, its operations."""
+        """Return the predicted seconds of a step: its products, its other memory traffic, and the
+        overhead of each operation, added up.
+        """
         products_s = cost.torch_flops / self.torch_flops_per_s
         products_s += cost.native_flops / self.native_flops_per_s
         rest_s = cost.moved_bytes / self.bytes_per_s
@@ -64,16 +69,17 @@ def measure_speed(
     is_bf16: bool,
     num_threads: int,
 ) -> MachineSpeed:
-    """Time products of the run's shapes and formats, a copy, and empty operations.
+    """Measure this machine: time products of the run's shapes and formats, a copy, and tiny
+    operations.
 
     Args:
         hidden_size: D.
-        intermediate_size: F of a routed expert; 0 is a model without.
-        rows_per_expert: that a step gives one expert.
-        expert_format: None where experts are torch's.
-        linear_format: the same of other matrices.
-        is_bf16: whether products are in bfloat16.
-        num_threads: of the run.
+        intermediate_size: F of a routed expert; 0: the model has none.
+        rows_per_expert: rows that an expert computes in a step.
+        expert_format: weight format of routed experts; None: torch computes them.
+        linear_format: weight format of the other matrices; None: torch multiplies with them.
+        is_bf16: True if torch multiplies in bfloat16, False for float32.
+        num_threads: threads of the run.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -142,7 +148,7 @@ def _time_experts(
     dtype: torch.dtype,
     pool: ThreadPool,
 ) -> float:
-    """Return FLOP/s of a few experts forward and backward."""
+    """Return the FLOP/s of a forward and a backward pass through a few packed experts."""
     gate_up = torch.full((NUM_EXPERTS, 2 * inner, hidden), 0.01, dtype=torch.bfloat16)
     down = torch.full((NUM_EXPERTS, hidden, inner), 0.01, dtype=torch.bfloat16)
     experts = PackedExperts.pack(weight_format, gate_up, down, pool=pool)

@@ -1,6 +1,6 @@
-"""The needs of a run, before it is started: `tandem finetune --dry-run`.
+"""Prediction of a run's memory and time before it is started: `tandem finetune --dry-run`.
 
-Weights are counted from the ``ModelPlan``, the step is simulated (``fake_step``), its speed follows
+Weights are counted from the ``ModelPlan``, the step is simulated (``fake_step``), its time follows
 from rates that are measured now (``machine_speed``), and the number of steps from the data. No
 weight is read.
 """
@@ -32,7 +32,7 @@ from tandem.models.loading.skeleton import build_skeleton
 __all__ = ["DataShape", "MemoryPart", "RunPrediction", "predict_run"]
 
 OPTIMIZER_BYTES = 8
-"""Bytes of AdamW for a trained weight: two moments in float32."""
+"""Bytes of AdamW's state for each trained weight: two moments in float32."""
 GRADIENT_BYTES = 4
 WEIGHT_BYTES = 4
 """Bytes of a trained weight; adapters are float32 in every run."""
@@ -41,7 +41,7 @@ Costs = dict[tuple[StepShape, MethodKeys], StepCost]
 
 
 class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that takes memory."""
+    """One part of a run's memory: what it is, on which device, and its bytes."""
 
     name: str
     device: str
@@ -50,23 +50,28 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The lengths of the rows of a run."""
+    """The number and the lengths of a run's training rows."""
 
     num_rows: int
-    """A pair of answers is one."""
+    """Number of training rows of an epoch; a pair of answers counts as one."""
     longest: int
-    """Tokens of the longest row, after the cutoff and packing."""
+    """Tokens of the longest sequence, after the cutoff and packing."""
     num_tokens: int
-    """Number of tokens of all rows of an epoch; of both answers of pairs, with their prompts."""
+    """Tokens of all sequences of an epoch. A pair has two sequences, each the prompt with an
+    answer.
+    """
     num_bad_rows: int = 0
     num_too_short: int = 0
     problem: str = ""
-    """Why the data could not be read; the other figures are then the largest that the recipe
-    allows."""
+    """Reason why the data could not be read; empty if it was. The other figures are then assumed:
+    ``max_samples`` rows (1,000 if it is not set), all as long as the cutoff.
+    """
 
 
 class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory by device, time, and what to change where it does not fit."""
+    """The predicted memory and time of a run, and changes of its recipe if the memory does not
+    suffice.
+    """
 
     parts: tuple[MemoryPart, ...]
     available_bytes: int
@@ -75,22 +80,24 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     step_s: float
     tokens_per_s: float
-    """Tokens of the data, without padding."""
+    """Training tokens per second, without padding."""
     changes: tuple[str, ...] = ()
-    """Keys that make it fit, in the order in which to change them; empty where it fits."""
+    """Changes of the recipe, as ``key=value``, that reduce the memory until the run fits, in the
+    order in which to make them; empty if it fits without.
+    """
     changed_bytes: int = 0
-    """Memory with the changes."""
+    """Bytes that the run needs at its peak with all of ``changes``."""
     problems: tuple[str, ...] = ()
-    """Why the run would be refused, memory aside."""
+    """Reasons other than memory for which the run would be refused."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes at the peak, all devices together."""
+        """Bytes that the run needs at its peak, on all devices together."""
         return sum(part.size_bytes for part in self.parts)
 
     @property
     def fits(self) -> bool:
-        """True if the memory is there."""
+        """True if the available memory suffices."""
         return self.total_bytes <= self.available_bytes
 
     @property
@@ -103,11 +110,12 @@ def predict_run(recipe: Recipe, *, available_bytes: int | None = None) -> RunPre
     """Predict the memory and the time of a run.
 
     Args:
-        recipe: of the run.
-        available_bytes: of memory; None = what is free now, plus what this process holds already.
+        recipe: the run's recipe.
+        available_bytes: memory that the run may use; None: the memory that is free now and what
+            this process holds.
 
-    Raises: as ``plan_model``. Data that cannot be read, and folders that the run would refuse, are
-        problems of the prediction.
+    Raises: the errors of ``plan_model``. An error in reading the data, or a refusal of the run's
+        folders, becomes one of the prediction's ``problems`` instead.
     """
     data = _read_data(recipe)
     if available_bytes is None:
@@ -145,7 +153,9 @@ def _check_folders(recipe: Recipe) -> str:
 
 
 def _count_sequences(recipe: Recipe) -> int:
-    """Return how many sequences a row of data is in a batch: a pair is two."""
+    """Return the number of sequences that a row of data adds to a batch: 2 for a pair of answers,
+    else 1.
+    """
     return 2 if recipe.method.stage == "dpo" else 1
 
 
@@ -178,9 +188,10 @@ def _read_data(recipe: Recipe) -> DataShape:
 def _count_memory(
     recipe: Recipe, data: DataShape, costs: Costs
 ) -> tuple[tuple[MemoryPart, ...], StepCost, int]:
-    """Return (what takes memory at the peak, the step's cost, trained weights).
+    """Return the parts of the memory at the peak, the cost of one step, and the number of trained
+    weights.
 
-    Steps that were simulated are kept in ``costs``.
+    ``costs`` has the results of the steps simulated so far; a new result is added.
     """
     plan = _plan_weights(recipe)
     experts = plan.expert_bytes
@@ -281,10 +292,10 @@ def _predict_step_s(recipe: Recipe, data: DataShape, cost: StepCost) -> float:
 def _find_changes(
     recipe: Recipe, data: DataShape, costs: Costs, available_bytes: int
 ) -> tuple[list[str], int]:
-    """Return (``key=value`` words that make the run fit, its memory with them).
+    """Return the ``key=value`` changes that make the run fit, and the bytes that it then needs.
 
-    First what changes no result, then what changes rounding, then what changes the run. Of all
-    words tried, those that save nothing are left out.
+    Changes are tried in the order of ``_list_changes``, and those that save no memory are left out.
+    If all together do not suffice, all are returned.
     """
     values = {key: value for key, value in recipe.flatten().items() if value is not None}
     parts, _, _ = _count_memory(recipe, data, costs)
@@ -311,7 +322,10 @@ def _render(value: object) -> str:
 
 
 def _list_changes(recipe: Recipe, *, is_coded: bool) -> list[dict[str, Any]]:
-    """Return the changes of a recipe that may save memory, in the order to try them.
+    """Return the changes of a recipe that may save memory, in the order in which to try them.
+
+    First come those that change no result, then those that change the rounding, then those that
+    change what is trained.
 
     Args:
         recipe: the recipe that does not fit.
@@ -340,7 +354,7 @@ def _list_changes(recipe: Recipe, *, is_coded: bool) -> list[dict[str, Any]]:
 
 
 def _count_available() -> int:
-    """Bytes free now, as the machine and the control group see it."""
+    """Return the bytes of memory that are free now, within the limit of the control group."""
     topology = read_topology()
     limit = topology.limits.memory_limit_bytes
     available = topology.memory_available_bytes
@@ -348,7 +362,7 @@ def _count_available() -> int:
 
 
 def _count_resident() -> int:
-    """Anonymous bytes of this process."""
+    """Return the bytes of anonymous memory that this process holds."""
     with open("/proc/self/status", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("RssAnon:"):

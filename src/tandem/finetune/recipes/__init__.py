@@ -1,1 +1,3 @@
-"""Recipes: their keys, and what they name."""
+"""Recipes of fine-tuning runs: their settings, the translation of keys, and the modules to
+adapt.
+"""

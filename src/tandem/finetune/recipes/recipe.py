@@ -1,7 +1,8 @@
-"""A fine-tuning recipe: the keys that Tandem obeys, under LLaMA-Factory's names.
+"""A fine-tuning recipe: the keys that Tandem reads, under LLaMA-Factory's names.
 
-A recipe file is flat YAML. ``recipe_keys`` translates other spellings and refuses what cannot be
-done; here stand the fields with their bounds, in the groups that LLaMA-Factory's examples use.
+A recipe file is flat YAML. ``recipe_keys`` translates other names of keys and refuses those that
+Tandem cannot follow. This module has the fields with their bounds, in the groups of LLaMA-Factory's
+examples.
 """
 
 import math
@@ -28,7 +29,7 @@ __all__ = [
 ]
 
 MAX_RECIPE_BYTES = 1 << 20
-"""A recipe is a page of text: more is not one."""
+"""Largest recipe file, in bytes."""
 WHERE = "finetune.read_recipe"
 
 
@@ -142,7 +143,7 @@ class DataKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class OutputKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the files that are written, and the moments."""
+    """Settings of the files that a run writes: which, where and how often."""
 
     output_dir: Annotated[str, Meta(min_length=1, description="Folder of all results.")]
     logging_steps: Annotated[int, Meta(ge=1, description="Steps between log lines.")] = 10
@@ -228,16 +229,18 @@ _GROUPS: dict[str, Any] = {
 
 
 def read_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a recipe file and apply ``key=value`` words to it.
+    """Read a recipe file, and replace or add keys.
 
     Args:
-        path: of a YAML mapping.
-        overrides: each replaces or adds one key; the value is YAML.
+        path: a YAML file with one mapping.
+        overrides: ``key=value`` words with values in YAML, each of which replaces or adds a key.
 
     Raises:
-        NotFoundError: no such file, or a rule file it names is missing.
-        ConfigError: not a mapping, an unknown key, or a value out of bounds; ``field`` names it.
-        UnsupportedError: a key asks for what Tandem does not do; the text says what to use.
+        NotFoundError: no such file, or a rule file that it names is missing.
+        ConfigError: not a mapping, an unknown key, or a value out of bounds; ``field`` names the
+            key.
+        UnsupportedError: a key asks for something that Tandem does not do; the text names an
+            alternative.
     """
     values = _read_yaml(Path(path))
     for word in overrides or []:
@@ -252,7 +255,10 @@ def read_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def make_recipe(values: dict[str, Any]) -> Recipe:
-    """Return the recipe of a flat mapping; raises as ``read_recipe``."""
+    """Return the recipe of a flat mapping of keys to values.
+
+    Raises: the errors of ``read_recipe``.
+    """
     known = {f.name: group for group, kind in _GROUPS.items() for f in msgspec.structs.fields(kind)}
     translated, notes = translate_keys(values, frozenset(known))
     parts: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
@@ -274,7 +280,11 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
 
 
 def _check_values(keys: msgspec.Struct) -> None:
-    """Refuse what no bound excludes: infinities, and text that cannot be encoded."""
+    """Refuse values that the fields' bounds allow: infinite numbers, and text that UTF-8 cannot
+    encode.
+
+    Raises: ConfigError.
+    """
     for key, value in msgspec.structs.asdict(keys).items():
         if isinstance(value, float) and math.isinf(value):
             raise ConfigError(WHERE, f"{key} is {value}: give a finite number", field=key)
@@ -286,7 +296,7 @@ def _check_values(keys: msgspec.Struct) -> None:
 
 
 def _check_texts(recipe: Recipe) -> None:
-    """Refuse keys that plain texts have no place for."""
+    """Refuse keys that have no meaning for plain texts (stage pt). Raises: ConfigError."""
     data = recipe.data
     for key, is_set in (
         ("template", data.template is not None),
@@ -299,7 +309,10 @@ def _check_texts(recipe: Recipe) -> None:
 
 
 def _check_preferences(recipe: Recipe) -> Recipe:
-    """Refuse keys that pairs of answers have no place for; note those without effect."""
+    """Refuse keys that have no meaning for pairs of answers (stage dpo). Raises: ConfigError.
+
+    Returns: the recipe, with notes about keys that have no effect on pairs.
+    """
     for key, why in (
         ("packing", "rows of pairs are not packed"),
         ("train_on_prompt", "a pair has one prompt, which both answers share"),

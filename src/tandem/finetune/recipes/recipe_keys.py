@@ -1,7 +1,8 @@
-"""Keys of LLaMA-Factory's recipes that Tandem spells otherwise, ignores, or refuses.
+"""Keys of LLaMA-Factory's recipes that have another name in Tandem, no effect, or are refused.
 
-The recipes of the KTransformers tutorials and of today's LLaMA-Factory run unchanged. A key that
-would change the result and cannot be obeyed is refused with the reason and the nearest right key.
+Recipes of the KTransformers tutorials and of today's LLaMA-Factory run unchanged. A key that would
+change the result, and that Tandem cannot follow, is refused with the reason and the nearest key
+that works.
 """
 
 import difflib
@@ -43,7 +44,9 @@ IGNORED = {
     "do_train": "a recipe is trained; `tandem eval` measures",
     "do_eval": "what val_size or eval_dataset holds out is measured at the end",
 }
-"""Keys without an effect on the result here, and why; ``Recipe.notes`` lists those of a recipe."""
+"""Keys that have no effect on the result here, with the reason; ``Recipe.notes`` lists those that a
+recipe has.
+"""
 
 REFUSED = {
     "model": (
@@ -103,11 +106,15 @@ REFUSED = {
     "fp8": ("frozen weights are packed by format", "expert_format: fp8"),
     "rope_scaling": ("RoPE is the checkpoint's", "cutoff_len"),
 }
-"""Keys that would change the result: (reason, nearest right key). False or null is no wish."""
+"""Keys that are refused because they would change the result: (reason, what to use instead). A key
+whose value means "off", such as false or null, is ignored.
+"""
 
 PREFERENCE_LOSSES = ("sigmoid", "hinge", "ipo")
-"""Those of LLaMA-Factory that compare with a reference; orpo and simpo have none, and kto_pair is
-no longer in trl."""
+"""Supported losses of stage dpo: those of LLaMA-Factory that compare the model with a reference.
+
+orpo and simpo have no reference, and trl no longer has kto_pair.
+"""
 
 _KT_FORMATS = {
     "amxbf16": "bf16",
@@ -121,15 +128,16 @@ _KT_FORMATS = {
     "fp8": "fp8",
     "amxfp8": "fp8",
 }
-"""Names of KTransformers' backends and expert formats."""
+"""Our weight format for each name of a backend or expert format of KTransformers."""
 
 
 def translate_keys(
     values: dict[str, Any], known: frozenset[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return (values under names in ``known``, notes about keys that have no effect).
+    """Translate a recipe's keys; return the values under names in ``known``, and notes about keys
+    without effect.
 
-    Raises: as ``recipe.read_recipe``.
+    Raises: the errors of ``recipe.read_recipe``.
     """
     out: dict[str, Any] = {}
     notes: list[str] = []
@@ -154,7 +162,7 @@ def translate_keys(
 
 
 def _join(value: Any) -> Any:
-    """Return a list of names, given as a list or comma-separated."""
+    """Return a list as a text with commas; any other value unchanged."""
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
     return value
@@ -186,7 +194,11 @@ def _check_choice(key: str, value: Any) -> None:
 def _translate(
     key: str, value: Any, out: dict[str, Any], notes: list[str], known: frozenset[str]
 ) -> None:
-    """Translate keys with another name here; raise for an unknown one."""
+    """Translate a key that has another name or value here, and set its values in ``out``.
+
+    Raises: ConfigError (an unknown key, a wrong value); UnsupportedError (a value that Tandem does
+        not offer); NotFoundError (a rule file that it names).
+    """
     if value is None:
         return
     if key == "warmup_ratio":
@@ -238,7 +250,12 @@ def _set_format(out: dict[str, Any], key: str, name: str) -> None:
 
 
 def _read_rule(path: Path, out: dict[str, Any], notes: list[str]) -> None:
-    """Take the experts' backend from a KTransformers rule file; there is one device here."""
+    """Set the experts' weight format in ``out`` by the backend in a KTransformers rule file.
+
+    A note lists the devices that the file names and that are not used: all layers run on the CPU.
+
+    Raises: NotFoundError; ConfigError (the file is not a list of rules).
+    """
     key = "kt_optimize_rule"
     try:
         rules = parse_yaml(path.read_text("utf-8"))

@@ -18,18 +18,20 @@ __all__ = [
 ]
 
 EXPERTS = "experts"
-"""The word of ``lora_target`` that means the routed experts."""
+"""Word in ``lora_target`` that stands for the routed experts."""
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 _ROUTERS = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 
 
 @contextmanager
 def take_names_literally(model: Any) -> Iterator[None]:
-    """Let PEFT take names of targets for those modules, while an adapter is added or loaded.
+    """Make PEFT take target names as they are, inside the context in which an adapter is added or
+    loaded.
 
-    For MoE families PEFT takes ``gate_proj`` for the routed experts of earlier releases, whatever
-    other modules have that name: adapters of shared experts and dense blocks would be dropped. It
-    knows the families by ``model_type``.
+    PEFT recognises MoE families by ``model_type``, and for these takes ``gate_proj`` as the routed
+    experts of earlier releases, even if other modules have that name: adapters of shared experts
+    and dense blocks would be lost. So the configuration has another ``model_type`` inside the
+    context.
     """
     config = model.config
     config.model_type = f"{config.model_type}_as_named"
@@ -73,15 +75,18 @@ def find_targets(model: Any, wish: str) -> list[str]:
 
 
 def find_expert_parameters(model: Any, wish: str) -> list[str]:
-    """Return the names of the routed experts' parameters, as PEFT takes them, if they are wanted.
+    """Return PEFT's names for the parameters of the routed experts if ``lora_target`` asks for
+    them.
 
-    A name is an end of dotted names: it means that parameter in every layer.
+    Each name is the end of a dotted name, so that it means that parameter in every layer. The list
+    is empty if routed experts are not asked for.
 
     Args:
         model: transformers' model.
-        wish: as of ``find_targets``.
+        wish: the value of ``lora_target``, as in ``find_targets``.
 
-    Raises: ConfigError: the model has no routed experts whose parameters are one for a layer.
+    Raises: ConfigError: they are asked for, and the model has no experts with one parameter for a
+        whole layer.
     """
     if EXPERTS not in _split_wish(wish):
         return []
@@ -97,9 +102,10 @@ def find_expert_parameters(model: Any, wish: str) -> list[str]:
 
 
 def find_expert_shapes(module: nn.Module) -> dict[str, tuple[int, int, int]]:
-    """Return (experts, outputs, inputs) of the parameters of routed experts, in their order.
+    """Return (experts, outputs, inputs) of each parameter of a module of routed experts.
 
-    Empty for other modules. The order decides which of PEFT's names a parameter's adapter has.
+    Empty for other modules. Parameters are in the module's order, on which PEFT's names for their
+    adapters depend.
     """
     is_transposed = bool(getattr(module, "is_transposed", False))
     found: dict[str, tuple[int, int, int]] = {}
@@ -119,7 +125,9 @@ def _split_wish(wish: str) -> set[str]:
 
 
 def name_targets(model: Any, targets: list[str]) -> list[str]:
-    """Return last names if they mean the same modules to PEFT, otherwise the full names."""
+    """Return the last words of target names if PEFT would match exactly these modules by them;
+    otherwise the full names.
+    """
     last = sorted({name.rpartition(".")[2] for name in targets})
     matched = {
         name for name, _ in model.named_modules() if name.rpartition(".")[2] in last and name

@@ -1,9 +1,9 @@
-"""The C library's allocator in a run: what a step frees goes back to the system.
+"""Setting of the C library's allocator by which memory that a step frees returns to the system.
 
-glibc maps large blocks one by one and returns them when they are freed, but raises the size that
-counts as large to that of any block it has seen freed, up to 32 MiB. The tensors of a step then
-come from one heap, whose holes the next tensors do not fit: half as much again as the step needs at
-once stays resident. A fixed size turns that off.
+glibc maps large blocks one by one and returns them when they are freed. But each time a mapped
+block is freed, the size from which a block counts as large rises to that block's, up to 32 MiB. The
+tensors of a step then come from one heap, with holes that the next tensors do not fit: half as much
+memory again as a step needs at once would stay in use. A fixed size prevents that.
 """
 
 import ctypes
@@ -11,15 +11,15 @@ import ctypes
 __all__ = ["MAPPED_BYTES", "map_large_blocks"]
 
 MAPPED_BYTES = 256 << 10
-"""Blocks from this size on are mapped; glibc begins with half of it."""
+"""Size in bytes from which a block is mapped by itself; twice the size with which glibc begins."""
 _M_MMAP_THRESHOLD = -3
-"""The option's number in malloc.h."""
+"""Number of the option in malloc.h."""
 
 
 def map_large_blocks() -> bool:
-    """Give large blocks pages of their own for the life of the process.
+    """Have the C library map large blocks one by one, for the rest of this process's life.
 
-    Returns: False where the C library has no such setting.
+    Returns: False if the C library has no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES))

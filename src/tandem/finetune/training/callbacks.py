@@ -1,5 +1,5 @@
-"""The work of a run beside training: checkpoints, resuming, and its log, through the public
-hooks.
+"""Callbacks of transformers' Trainer that write and restore checkpoints, the log, and a progress
+bar.
 """
 
 import json
@@ -33,17 +33,19 @@ STATE_NAME = "trainer_state.json"
 
 
 class CheckpointCallback(TrainerCallback):
-    """Writes checkpoints every ``save_steps`` and restores a run from one.
+    """Writes a checkpoint after every ``save_steps`` steps, and restores a run from one.
 
     transformers would write the optimizer as a pickle, so its own saving is off. A checkpoint is
-    written at the event after its step, when that step is logged and evaluated.
+    written when the next step or the end of training begins, so after the step has been logged and
+    evaluated.
 
     Args:
-        folder: of the run; gets ``checkpoint-N``.
-        save_steps: steps between checkpoints.
-        limit: how many are kept; None = all.
-        has_run_state: whether a checkpoint can be resumed from.
-        resume_from: the checkpoint that the run goes on from.
+        folder: output folder of the run, in which ``checkpoint-N`` is written.
+        save_steps: steps between two checkpoints.
+        limit: most checkpoints to keep; None: all.
+        has_run_state: True to write the optimizer's and the random state too, without which a run
+            cannot resume from the checkpoint.
+        resume_from: the checkpoint to resume from; None: the run begins anew.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class CheckpointCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore optimizer and schedule; transformers restored the adapter and its own state."""
+        """Remove unfinished checkpoints, and restore optimizer and schedule of a resumed run.
+        transformers itself restores the adapter and its own state.
+        """
         del args, state, control
         for path in self._folder.glob(".checkpoint-*.partial"):
             shutil.rmtree(path)
@@ -76,7 +80,9 @@ class CheckpointCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the random streams at the first step, after the skipped ones."""
+        """Restore the random state of a resumed run at its first step, after the batches that it
+        skips; write the checkpoint of the step before, if it is due.
+        """
         del args, control
         if self._is_random_due and self._resume_from is not None:
             restore_random_state(self._resume_from)
@@ -86,14 +92,14 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note that a checkpoint is due."""
+        """Note whether a checkpoint is to be written after this step."""
         del args, control, kwargs
         self._is_due = state.global_step % self._save_steps == 0
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the last checkpoint, if one is due."""
+        """Write the checkpoint of the last step, if it is due."""
         del args, control
         self._save_if_due(state, kwargs)
 
@@ -125,7 +131,7 @@ class CheckpointCallback(TrainerCallback):
 
 
 class LogCallback(TrainerCallback):
-    """Appends to ``trainer_log.jsonl`` what LLaMA-Factory writes there."""
+    """Writes the progress of a run to ``trainer_log.jsonl``, with LLaMA-Factory's fields."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOG_NAME
@@ -135,7 +141,9 @@ class LogCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Drop lines of steps that a resumed run computes again."""
+        """Remove the lines of steps that a resumed run repeats; a new run begins with an empty
+        file.
+        """
         del args, control, kwargs
         self._begin_s, self._begin_step = time.monotonic(), state.global_step
         kept = []
@@ -147,7 +155,7 @@ class LogCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Append one line for a step's loss, or an evaluation's."""
+        """Append a line with the loss of a step or of an evaluation; other logs are ignored."""
         del args, control
         logs: dict[str, float] = kwargs.get("logs") or {}
         if "loss" not in logs and "eval_loss" not in logs:
@@ -174,10 +182,10 @@ class LogCallback(TrainerCallback):
 
 
 class BarCallback(ProgressCallback):
-    """transformers' progress bar with the last logged loss and tokens/s beside it.
+    """transformers' progress bar, with the last logged loss and the tokens/s beside it.
 
     Args:
-        count_tokens: returns how many tokens, without padding, have been learned from.
+        count_tokens: returns the number of tokens trained on so far, without padding.
     """
 
     def __init__(self, count_tokens: Callable[[], int]) -> None:
@@ -188,7 +196,7 @@ class BarCallback(ProgressCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Show the bar."""
+        """Show the bar, and begin to count the tokens per second."""
         super().on_train_begin(args, state, control, **kwargs)
         self._last = (time.monotonic(), self._count_tokens())
 
@@ -200,7 +208,9 @@ class BarCallback(ProgressCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Show the loss and the speed since the log before, where transformers writes lines."""
+        """Show the loss, and the tokens/s since the last log, beside the bar. transformers would
+        print a line.
+        """
         del args, state, control, kwargs
         if self.training_bar is None or logs is None or "loss" not in logs:
             return

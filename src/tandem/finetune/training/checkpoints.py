@@ -1,10 +1,10 @@
-"""Checkpoints of a run that resume bit by bit, without pickle.
+"""Checkpoints from which a run resumes with the same bits, without pickle.
 
 A checkpoint is a folder ``checkpoint-N``: the adapter in PEFT's format, ``trainer_state.json`` of
 transformers, ``optimizer.safetensors`` and ``random_state.safetensors`` for tensors, and
 ``run_state.json`` for everything else (schedule, parameter groups, random state of Python and
-numpy). It is written under another name and renamed when all of it is on disk, so that a folder of
-this name is whole.
+numpy). It is written under another name and renamed when all of it is on the disk, so a folder with
+such a name is complete.
 """
 
 import json
@@ -41,7 +41,7 @@ WHERE = "finetune.resume"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in an output folder, oldest first."""
+    """Return the checkpoints in an output folder, oldest first."""
     if not folder.is_dir():
         return []
     found = [
@@ -65,9 +65,9 @@ def find_last_checkpoint(folder: Path) -> Path:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuse a folder that no run can go on from, before a model is loaded for it.
+    """Check that a run can resume from a folder, before a model is loaded for it.
 
-    Raises: NotFoundError: something is missing; CorruptionError: the state does not parse.
+    Raises: NotFoundError: a file is missing; CorruptionError: the state does not parse.
     """
     if not all((folder / name).is_file() for name in ("adapter_config.json", "trainer_state.json")):
         what = f"{folder} is no checkpoint: name a folder checkpoint-N, or true for the last one"
@@ -76,7 +76,9 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def publish_folder(partial: Path, final: Path) -> None:
-    """Make a written folder durable and give it its name at once, replacing what has it."""
+    """Sync a folder that is completely written, and rename it to ``final``, in place of a folder
+    that has that name.
+    """
     for path in [*partial.rglob("*"), partial]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -101,7 +103,9 @@ def publish_folder(partial: Path, final: Path) -> None:
 
 
 def save_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
-    """Write the state of an optimizer, its schedule and all random streams into ``folder``."""
+    """Write the state of the optimizer, of its schedule and of all random generators to files in a
+    folder.
+    """
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -126,12 +130,14 @@ def save_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
 
 
 def load_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
-    """Restore what ``save_run_state`` wrote, but for the random streams.
+    """Restore the optimizer and its schedule from the files of ``save_run_state``.
+
+    The random generators are left to ``restore_random_state``.
 
     Raises:
-        NotFoundError: a file is missing, as where ``save_only_model`` left it out.
+        NotFoundError: a file is missing, for example because ``save_only_model`` was set.
         CorruptionError: a file does not parse.
-        ConflictError: it belongs to other parameters.
+        ConflictError: the state belongs to other trained parameters.
     """
     document, tensors = _read_state(folder), _read_tensors(folder / OPTIMIZER_NAME)
     live = optimizer.state_dict()["param_groups"]
@@ -160,9 +166,9 @@ def load_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
 
 
 def restore_random_state(folder: Path) -> None:
-    """Set all random streams to where ``save_run_state`` found them.
+    """Set all random generators to their state at the time of ``save_run_state``.
 
-    Raises: as ``load_run_state``.
+    Raises: NotFoundError: a file is missing; CorruptionError: a file does not parse.
     """
     document, tensors = _read_state(folder), _read_tensors(folder / RANDOM_NAME)
     version, internal, gauss = document["python_random"]

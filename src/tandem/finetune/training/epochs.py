@@ -1,4 +1,4 @@
-"""The order of training data, which a resumed run repeats."""
+"""The order of the training data, which is the same in a resumed run."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +11,12 @@ __all__ = ["EpochTrainer"]
 
 
 class EpochSampler(BatchSampler):
-    """Batches in a new order for every epoch, which depends on the seed and the epoch alone.
+    """A sampler of batches, in a new order for each epoch that depends only on the seed and the
+    epoch.
 
-    The Trainer sets the epoch at the loader, and a run that resumes inside an epoch at the batch
-    sampler: there it takes batches from a loader of accelerate's, which skips those of the steps
-    before and keeps of ours this sampler alone.
+    transformers' Trainer sets the epoch of the loader. But a run that resumes within an epoch reads
+    from another loader, which accelerate makes of this sampler to skip the batches of earlier
+    steps; then the epoch is set here.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
@@ -30,32 +31,40 @@ class EpochSampler(BatchSampler):
         return iter([order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)])
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch, which determines the order of the next iteration."""
         self._epoch = epoch
 
 
 class EpochLoader(DataLoader[Any]):
-    """Batches in the order of an ``EpochSampler``; draws nothing from the global random stream."""
+    """A loader of batches in the order of an ``EpochSampler``; it draws no number from torch's
+    global random generator.
+    """
 
     def __init__(self, sampler: EpochSampler, **options: Any) -> None:
         super().__init__(batch_sampler=sampler, generator=torch.Generator(), **options)
         self._epochs = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next; called by the Trainer before each epoch."""
+        """Set the epoch, which determines the order of the next iteration. Called by the
+        Trainer.
+        """
         self._epochs.set_epoch(epoch)
 
 
 class EpochTrainer(Trainer):
-    """transformers' Trainer with an order of data that depends on the seed and the epoch alone."""
+    """transformers' Trainer, with an order of the data that only the seed and the epoch
+    determine.
+    """
 
     num_tokens = 0
-    """Learned from so far, without padding."""
+    """Number of tokens trained on so far, without padding."""
     lr_ratio = 1.0
     """Learning rate of the adapters' B matrices over that of A (LoRA+); set before training."""
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Return transformers' optimizer, its groups split where A and B learn at other rates."""
+        """Return transformers' optimizer, with separate parameter groups for A and B matrices if
+        their learning rates differ.
+        """
         optimizer: Any = super().create_optimizer(*args, **kwargs)
         if self.lr_ratio != 1.0:
             model: Any = self.model
@@ -70,7 +79,7 @@ class EpochTrainer(Trainer):
         return optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return batches of the training examples."""
+        """Return a loader of the training examples in batches."""
         dataset: Any = self.train_dataset
         batch_size = self.args.per_device_train_batch_size
         return EpochLoader(

@@ -1,9 +1,9 @@
-"""PEFT's adapters on our modules, LoRA of routed experts included.
+"""PEFT's adapters on our modules, with LoRA of routed experts.
 
-PEFT adapts a parameter of three dimensions by a ``ParamWrapper`` around its module, one in the
-other where two are adapted. Such wrappers hold the factors here as well, so that names, shapes and
-files are PEFT's. But they would form the merged weights of all experts; over packed ones the
-factors go to our kernel instead.
+PEFT adapts a parameter of three dimensions by a ``ParamWrapper`` around its module; if two
+parameters are adapted, one wrapper is inside the other. Here too such wrappers hold the LoRA
+factors, so that names, shapes and files are PEFT's. But PEFT would compute the merged weights of
+all experts; if the experts are packed, our kernel gets the factors instead.
 
 Shapes: E experts, R rank, N outputs, K inputs of a matrix.
 """
@@ -29,10 +29,10 @@ __all__ = ["AdaptableExperts", "adapt_model", "name_parameters", "open_adapter"]
 
 @runtime_checkable
 class AdaptableExperts(Protocol):
-    """Routed experts that take LoRA's factors beside their weights."""
+    """Routed experts that compute with LoRA factors in addition to their weights."""
 
     is_transposed: bool
-    """The same as of ``RoutedExperts``."""
+    """True if the checkpoint stores the experts with inputs first."""
 
     def run_adapted(
         self,
@@ -41,12 +41,18 @@ class AdaptableExperts(Protocol):
         top_k_weights: Tensor,
         factors: ExpertFactors,
     ) -> Tensor:
-        """Return the weighted sum; see ``RoutedExperts``."""
+        """Return the weighted sum of the experts with their factors; arguments as for
+        ``RoutedExperts.forward``.
+        """
         ...
 
 
 def _run_adapted(outermost: ParamWrapper, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the weighted sum of adapted experts, which take the factors themselves."""
+    """Compute routed experts with the LoRA factors of the nested wrappers around them.
+
+    This replaces the outermost wrapper's ``forward``. If adapters are disabled, the experts alone
+    are computed.
+    """
     wrappers: dict[str, ParamWrapper] = {}
     inner: Any = outermost
     while isinstance(inner, ParamWrapper):
@@ -88,13 +94,14 @@ def _get_weight(half: nn.Module) -> Tensor:
 
 
 def name_parameters(experts: nn.Module, shapes: dict[str, torch.Size], dtype: torch.dtype) -> None:
-    """Give packed experts parameters that PEFT finds: of the right shapes, but of one element.
+    """Give packed experts parameters that PEFT finds and adapts. They have the right shapes, but
+    the memory of one element.
 
     Args:
-        experts: get them.
-        shapes: of the parameters of transformers' module, in its order, on which PEFT's names
-            depend.
-        dtype: that the adapters are rounded to when they are made.
+        experts: the module that gets the parameters.
+        shapes: shapes by name of the parameters of transformers' module, in its order, on which
+            PEFT's names for the adapters depend.
+        dtype: dtype of the parameters, to which PEFT rounds new adapters.
     """
     for name, shape in shapes.items():
         assert prod(shape), shape
@@ -103,12 +110,12 @@ def name_parameters(experts: nn.Module, shapes: dict[str, torch.Size], dtype: to
 
 
 def adapt_model(model: Any, config: LoraConfig, *, is_empty: bool = False) -> Any:
-    """Return the model with new adapters.
+    """Add new adapters to a model; return PEFT's model around it.
 
     Args:
-        model: of ``load_frozen``, or a skeleton.
-        config: of the adapters.
-        is_empty: leave their weights on the meta device.
+        model: the model of ``load_frozen``, or a skeleton; changed.
+        config: the adapters' configuration.
+        is_empty: True to leave the adapters' weights on the meta device.
     """
     with warnings.catch_warnings(), take_names_literally(model):
         # PEFT calls transformers' functions by names that will change, which warns in every run.
@@ -118,9 +125,14 @@ def adapt_model(model: Any, config: LoraConfig, *, is_empty: bool = False) -> An
 
 
 def open_adapter(model: Any, folder: Path, *, is_trainable: bool = False) -> Any:
-    """Return the model with the adapter of a folder.
+    """Load the adapter in a folder into a model; return PEFT's model around it.
 
-    Raises: as ``read_adapter_files``, which checks its files before PEFT believes them.
+    Args:
+        model: the model of ``load_frozen``; changed.
+        folder: folder in PEFT's format. Its files are checked before PEFT reads them.
+        is_trainable: True to continue to train the adapter.
+
+    Raises: the errors of ``read_adapter_files``.
     """
     _check_files(model, folder)
     with warnings.catch_warnings(), take_names_literally(model):

@@ -1,8 +1,8 @@
-"""The loss over a large vocabulary without its logits: head and cross-entropy, piece by piece.
+"""The loss over a large vocabulary without all logits: head and cross-entropy, piece by piece.
 
-Logits of all tokens, their softmax and its gradient would be the largest tensors of a step. Here a
-piece of the rows goes through the head, its loss and the gradient of its hidden states are taken,
-and its logits are forgotten. Rows without a label are left out. The head is frozen.
+The logits of all tokens, their softmax and its gradient would be the largest tensors of a step.
+Here the logits of a piece of the rows are computed, then the piece's loss and the gradient of its
+hidden states, and the logits are freed. Rows without a label are left out. The head is frozen.
 
 Shapes: T tokens, D hidden, V vocabulary.
 """
@@ -21,33 +21,38 @@ from tandem.kernels.operators.frozen_linear import FrozenLinear
 __all__ = ["LOGIT_KEYS", "Head", "compute_loss", "count_piece_rows", "find_head"]
 
 PIECE_BYTES = 64 << 20
-"""Bytes of float32 logits that are alive at once."""
+"""Bytes of float32 logits that are computed at a time, if that is ``LEAST_ROWS`` rows or more."""
 LEAST_ROWS = 32
 PROBED_TOKENS = 8
 PROBE_TOLERANCE = 2e-2
-"""Probe tolerance of a loss whose logits transformers rounds to bf16; what scales logits is further
-off."""
+"""Relative difference up to which a model's own loss counts as equal to ``compute_loss``: it covers
+logits that transformers rounds to bf16, and is below the effect of a factor on logits.
+"""
 LOGIT_KEYS = ("final_logit_softcapping", "output_router_logits")
-"""Logit keys of configurations that cap logits, which small ones do not show, or add a loss of
-routers."""
+"""Fields of configurations that change the loss: a cap on logits, which the probe's small logits
+would not reveal, and a loss of the routers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A frozen product with the matrix [V, D] of the vocabulary."""
+    """The frozen head of a model, a product with a matrix [V, D], and its backward product."""
 
     vocabulary: int
     forward: Callable[[Tensor], Tensor]
-    """Hidden states [T, D] to logits, float32 [T, V]."""
+    """Function that returns the logits, float32 [T, V], of hidden states [T, D]."""
     backward: Callable[[Tensor], Tensor]
-    """The gradient of logits, float32 [T, V], to that of hidden states [T, D]."""
+    """Function that returns the gradient of hidden states [T, D], given that of logits, float32 [T,
+    V].
+    """
 
 
 def find_head(model: Any) -> Head | None:
-    """Return the head of a causal model.
+    """Return the head of a causal model, for ``compute_loss``; None if that would not be the
+    model's own loss.
 
-    None where it is no frozen linear layer without a bias, or where the model's own loss is another
-    one than ``compute_loss``: a few tokens are run through both.
+    That is so if the head is trained, has a bias or is no linear layer, or if the two losses of a
+    few tokens differ.
     """
     text = model.config.get_text_config()
     if any(getattr(text, key, None) for key in LOGIT_KEYS):
@@ -75,7 +80,7 @@ def _wrap_head(module: Any) -> Head | None:
 
 
 def count_piece_rows(vocabulary: int) -> int:
-    """Return how many rows' logits are alive at once."""
+    """Return the number of rows whose logits are computed at a time."""
     return max(PIECE_BYTES // (4 * vocabulary), LEAST_ROWS)
 
 
@@ -111,14 +116,14 @@ class _Loss(torch.autograd.Function):
 def compute_loss(
     model: Any, head: Head, inputs: dict[str, Any], num_items: Tensor | int | None = None
 ) -> Tensor:
-    """Return the sum of the learned tokens' losses over their number, float32.
+    """Return the sum of the learned tokens' cross-entropies, divided by their number, float32.
 
     Args:
-        model: transformers' causal model, whose decoder is its ``base_model``; with adapters in
-            its modules, but not wrapped.
-        head: of that model; see ``find_head``.
-        inputs: what the model takes, with ``labels`` [B, T], which are shifted here.
-        num_items: learned tokens of all batches of a step; None = those of this one.
+        model: transformers' causal model, with adapters in its modules but without PEFT's model
+            around it; its decoder is ``base_model``.
+        head: the model's head; see ``find_head``.
+        inputs: the model's arguments, with ``labels`` [B, T], which are shifted by one token here.
+        num_items: number of learned tokens in all batches of a step; None: those of this batch.
     """
     values = {key: value for key, value in inputs.items() if key != "labels"}
     labels = inputs["labels"][:, 1:].flatten()

@@ -1,7 +1,8 @@
-"""The model that is tuned: transformers' modules with frozen weights from our sources.
+"""The model that is tuned: transformers' modules with frozen weights that our sources read.
 
-Attention, norms and dense blocks run in torch and take gradients there; routed experts are our
-operator, whose backward pass is native (``tandem.kernels.cpu.experts``). Only adapters are trained.
+Attention, norms and dense blocks run in torch, which computes their gradients; routed experts are
+our operator, with a native backward pass (``tandem.kernels.cpu.experts``). Only adapters are
+trained.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ STORED = "stored"
 KEEP_HEAD = parse_rules(
     "- match: {name: '^lm_head$'}\n  replace: {class: default}\n", "preferences"
 )
-"""Losses of preferences take the logits of the head themselves."""
+"""Rule that keeps the head as transformers' module, because the losses of stage dpo multiply with
+its weight themselves.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class FrozenModel:
 
 
 def _choose_format(name: str, *, is_bf16: bool) -> str:
-    """Return the planner's word for a setting of ``load_frozen``.
+    """Return the argument of ``plan_model`` for a format setting of ``load_frozen``.
 
     Raises: ConfigError (no such format).
     """
@@ -98,23 +101,23 @@ def load_frozen(
     is_head_packed: bool = True,
     progress: Progress | None = None,
 ) -> FrozenModel:
-    """Load a checkpoint to train adapters on it.
+    """Load a checkpoint with frozen weights, to train adapters on it.
 
     Args:
         path_or_id: folder, hub id that was pulled before, or ``demo``.
-        is_bf16: tensors in bfloat16 instead of float32.
+        is_bf16: True for tensors in bfloat16, False for float32.
         expert_format: weight format of routed experts, or one of three words. ``none`` keeps
             tensors. ``auto`` is bf16 in a run in bf16, and ``none`` otherwise. ``stored`` keeps a
             checkpoint's codes in their own format, such as those of a GGUF file; a matrix without
             codes is packed as ``tandem serve`` packs it.
-        linear_format: of attention, shared experts, dense blocks, and of a head that is not the
-            embedding's matrix.
-        pool: runs the native kernels, kept; None = one of ``num_threads``.
-        num_threads: of that pool; None = as many as the machine allows.
-        is_head_packed: whether ``linear_format`` is the head's as well.
+        linear_format: the same for attention, shared experts, dense blocks, and a head that does
+            not share the embedding's matrix.
+        pool: threads that run the native kernels, kept; None: a new pool.
+        num_threads: threads of a new pool; None: as many as the machine allows.
+        is_head_packed: False to keep the head as a tensor, whatever ``linear_format`` is.
         progress: called after each tensor.
 
-    Raises: as ``load_model``.
+    Raises: the errors of ``load_model``; ConfigError (no such format).
     """
     plan = plan_training(
         path_or_id,
@@ -155,9 +158,10 @@ def plan_training(
     linear_format: str = "none",
     is_head_packed: bool = True,
 ) -> ModelPlan:
-    """Decide how the frozen weights of a checkpoint are stored and run; as of ``load_frozen``.
+    """Decide how the frozen weights of a checkpoint are stored and run. Arguments as for
+    ``load_frozen``.
 
-    Raises: as ``plan_model``; ConfigError (no such format).
+    Raises: the errors of ``plan_model``; ConfigError (no such format).
     """
     return plan_model(
         path_or_id,

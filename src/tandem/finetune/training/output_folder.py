@@ -1,4 +1,6 @@
-"""The folder of a run: what it goes on from, what may not be lost, and what is removed."""
+"""The output folder of a run: the checkpoint to resume from, the check that no result is lost, and
+the removal of an earlier run's files.
+"""
 
 import shutil
 from pathlib import Path
@@ -18,16 +20,19 @@ WHERE = "finetune.run"
 ADAPTER_NAME = "adapter_config.json"
 CARD_NAME = "README.md"
 LEFT_AT_END = ("adapter_*", "*_results.json", STATE_NAME, "training_*.png", CARD_NAME)
-"""Files that a run leaves at its end; they would seem to be the next one's if that is
-interrupted."""
+"""Patterns of the files that a run writes at its end. The next run removes them at its beginning:
+if it were interrupted, they would pass for its results.
+"""
 
 
 def check_folders(recipe: Recipe) -> Path | None:
-    """Return the checkpoint to resume from; changes nothing.
+    """Check the folders that a recipe names; return the checkpoint to resume from, or None. Changes
+    nothing.
 
     Raises:
-        NotFoundError: there is no such checkpoint, or adapter.
-        ConflictError: the output folder holds what would be lost.
+        NotFoundError: the checkpoint or the adapter does not exist.
+        CorruptionError: the checkpoint's state does not parse.
+        ConflictError: the output folder has files that would be lost.
     """
     folder, wish = Path(recipe.output.output_dir), recipe.train.resume_from_checkpoint
     _check_adapter(recipe)
@@ -62,7 +67,7 @@ def _check_adapter(recipe: Recipe) -> None:
 
 
 def clear_folder(folder: Path) -> None:
-    """Remove what an earlier run has left."""
+    """Remove the checkpoints and the final files of an earlier run."""
     for path in list_checkpoints(folder):
         shutil.rmtree(path)
     for pattern in LEFT_AT_END:

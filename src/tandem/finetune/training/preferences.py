@@ -1,7 +1,7 @@
 """Stage dpo: trl's trainer over our frozen model.
 
-The reference is the model with its adapter switched off, so it takes no memory of its own. trl
-multiplies hidden states by the head's matrix itself: it stays a tensor.
+The reference is the model with its adapter switched off, so it needs no memory of its own. trl
+multiplies hidden states by the head's weight itself, so the head stays a tensor.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from tandem.finetune.training.epochs import EpochTrainer
 __all__ = ["PairTrainer", "make_pair_arguments", "make_pair_trainer"]
 
 REFERENCE = "ref"
-"""trl's name for a copy of the adapter that training begins with."""
+"""trl's name for the copy of the adapter that it makes as the reference."""
 
 
 class PairTrainer(EpochTrainer, DPOTrainer):
-    """trl's trainer with our order of data, over pairs that are in tokens already."""
+    """trl's trainer with our order of the data, for pairs that are tokenized already."""
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
@@ -40,18 +40,20 @@ class PairTrainer(EpochTrainer, DPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the loss of a batch, whose first half are the chosen answers."""
+        """Return trl's loss of a batch, in which the chosen answers come first, and count its
+        tokens.
+        """
         if model.training:
             self.num_tokens += int(inputs["attention_mask"].sum())
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 def make_pair_arguments(keys: PreferenceKeys, **options: Any) -> DPOConfig:
-    """Return trl's arguments.
+    """Return trl's training arguments for stage dpo.
 
     Args:
-        keys: of the recipe.
-        options: of ``TrainingArguments``.
+        keys: the recipe's settings of preferences.
+        options: arguments of ``TrainingArguments``.
     """
     losses, weights = [keys.pref_loss], [1.0]
     if keys.dpo_label_smoothing:
@@ -84,7 +86,7 @@ def make_pair_trainer(
     validation: list[PairExample],
     callbacks: list[TrainerCallback],
 ) -> PairTrainer:
-    """Return the trainer of a model with adapters; its reference is the model without them."""
+    """Return the trainer of a model with adapters; its reference is the same model without them."""
     base = model.get_base_model()
     if not getattr(base.config.get_text_config(), "output_router_logits", False):
         # The routers' auxiliary loss is added only if the checkpoint's configuration asks for it,

@@ -1,4 +1,6 @@
-"""One run: data, model, adapter, transformers' Trainer, and what it leaves."""
+"""A fine-tuning run: data, model and adapter, transformers' Trainer, and the files that are
+written.
+"""
 
 import logging
 import math
@@ -58,12 +60,12 @@ REPORTERS = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow",),
 }
-"""Values of ``report_to``, and packages of which each needs one."""
+"""Values of ``report_to``, each with packages of which one must be installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The result of a run."""
+    """The result of a run: its output folder, its scores, and what it was trained on."""
 
     output_dir: str
     results: dict[str, Any]
@@ -74,13 +76,12 @@ class RunReport:
 
 
 class LoraTrainer(EpochTrainer):
-    """Supervised tuning.
-
-    The loss is taken piece by piece where it is the plain one (``tandem.finetune.training.loss``).
+    """The trainer of answers and plain texts.
 
     Args:
-        head: of the model, or None for transformers' own loss.
-        options: of ``Trainer``.
+        head: the model's head, for a loss that is computed piece by piece
+            (``tandem.finetune.training.loss``); None: transformers' own loss.
+        options: arguments of ``Trainer``.
     """
 
     def __init__(self, *, head: Head | None, **options: Any) -> None:
@@ -94,7 +95,9 @@ class LoraTrainer(EpochTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return the loss of a batch; with logits, and in evaluation, the model's own."""
+        """Return the loss of a batch, and count its tokens. In evaluation, or if outputs are
+        wanted, the loss is the model's own.
+        """
         if model.training:
             seen = inputs.get("attention_mask")
             self.num_tokens += inputs["input_ids"].numel() if seen is None else int(seen.sum())
@@ -106,13 +109,14 @@ class LoraTrainer(EpochTrainer):
 
 
 def finetune(recipe: Recipe, *, has_bar: bool = False) -> RunReport:
-    """Train an adapter as a recipe says; leave it and its records in ``output_dir``.
+    """Train an adapter by a recipe; write it and the records of the run to ``output_dir``.
 
     Args:
-        recipe: see ``read_recipe``.
-        has_bar: show a progress bar with loss and tokens/s on standard error.
+        recipe: the run's settings; see ``read_recipe``.
+        has_bar: True to show a progress bar with loss and tokens/s on standard error.
 
-    Raises: as ``check_folders``, ``prepare_data`` and ``load_frozen``.
+    Raises: the errors of ``check_packages``, ``check_folders``, ``prepare_data`` and
+        ``load_frozen``; CapacityError (the disk is full).
     """
     with warnings.catch_warnings():
         # transformers and PEFT warn about each other's names that will change: users can do nothing
@@ -238,9 +242,14 @@ def _make_model(recipe: Recipe) -> Any:
 
 
 def make_lora_config(recipe: Recipe, model: Any) -> LoraConfig:
-    """Return PEFT's configuration of a recipe's adapters on a model, on the meta device too.
+    """Return PEFT's configuration of the adapters that a recipe asks for.
 
-    Raises: ConfigError: ``lora_target`` names what the model has not; dropout on routed experts.
+    Args:
+        recipe: the run's settings.
+        model: the model to adapt; it may be on the meta device.
+
+    Raises: ConfigError: ``lora_target`` names a module that the model lacks, or routed experts
+        together with dropout.
     """
     method = recipe.method
     parameters = find_expert_parameters(model, method.lora_target)
@@ -263,7 +272,7 @@ def make_lora_config(recipe: Recipe, model: Any) -> LoraConfig:
 
 
 def count_steps(recipe: Recipe, num_rows: int) -> int:
-    """Return how many optimizer steps the Trainer takes over rows of data."""
+    """Return the number of optimizer steps of a run with ``num_rows`` training rows in an epoch."""
     train = recipe.train
     if train.max_steps > 0:
         return train.max_steps
@@ -329,9 +338,10 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
 
 
 def check_packages(recipe: Recipe) -> None:
-    """Refuse a ``stage`` or a ``report_to`` whose package is not installed.
+    """Check that the packages that ``stage`` and ``report_to`` need are installed.
 
-    Raises: UnsupportedError: names the package; ConfigError: transformers reports to no such thing.
+    Raises: UnsupportedError: one is missing, which the text names; ConfigError: an unknown
+        ``report_to``.
     """
     if recipe.method.stage == "dpo" and not find_spec("trl"):
         what = "stage dpo: trl is not installed: pip install 'tandem-llm[dpo]'"
@@ -349,7 +359,11 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def _save_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write the adapter and the tokenizer; the file that makes it an adapter comes last."""
+    """Write the adapter and the tokenizer to a folder. ``adapter_config.json``, without which a
+    folder is no adapter, is written last.
+
+    Raises: CapacityError (the disk is full).
+    """
     advice = "free space there, then go on with resume_from_checkpoint: true"
     with name_full_disk(folder, advice):
         _write_adapter(model, tokenizer, folder)

@@ -66,7 +66,7 @@ def render_manifests(spec: ClusterSpec) -> list[Manifest]:
 
 
 def dump_manifests(manifests: Sequence[Manifest]) -> str:
-    """Return manifests as YAML documents."""
+    """Return manifests as one YAML text, with a document for each."""
     return yaml.safe_dump_all(manifests, sort_keys=False, width=100)
 
 

@@ -64,7 +64,7 @@ class CpuEvent:
         return True
 
     def synchronize(self) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Do nothing: the work before the event is already complete."""
 
 
 class CpuGraph:
@@ -171,6 +171,8 @@ class CpuDevice:
 
         Torch operators that are called outside of ``run`` execute at once and are not captured, as
         the CPU has no queue.
+
+        Raises: InternalError (the stream is being captured already).
         """
         own = _as_own(stream)
         if own.captured is not None:

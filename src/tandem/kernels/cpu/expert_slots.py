@@ -148,7 +148,7 @@ class ExpertTier:
         return self._staged.pop() if self._staged else None
 
     def return_staged(self, place: int) -> None:
-        """Return a place to the staging area."""
+        """Give a place of the staging area back."""
         self._staged.append(place)
 
     def give_up(self, read: int, place: int) -> None:
@@ -208,7 +208,7 @@ class LayerSlots:
         self._guessed: set[int] = set()
         """Experts that were read ahead and not computed since."""
         self.places = np.full(num_experts, -1, np.int64)
-        """Offset of each expert in the memory; -1 if the expert is not there."""
+        """Offset of each expert in the memory; -1 if the expert is not in memory."""
 
     def run(
         self,

@@ -72,23 +72,23 @@ class PackedExperts:
     """Gated experts in one or two weight formats: ``down(activation(gate(x)) * up(x))``.
 
     Args:
-        weight_format: how the weights are stored; of two formats, gate and up in the first, down
-            in ``weight_format.down``.
+        weight_format: how the weights are stored; of two formats, gate and up in the first, down in
+            ``weight_format.down``.
         num_experts: E.
         hidden_size: D; whole groups of the format.
         intermediate_size: F; whole groups of the format.
         pool: runs the kernels; borrowed for the life of the object.
-        isa: a name of ``tandem._native.kernel_isas()``; None = the widest here.
+        isa: a name of ``tandem._native.kernel_isas()``; None = the widest that this CPU has.
         storage: uint8, ``count_bytes`` of them, 64-byte aligned, kept; read-only ones hold weights
             that are packed already. None = memory of its own.
-        activation: of gate and up; SwiGLU's by default.
-        has_bias: whether experts have biases, zero until ``set_bias``.
+        activation: function applied to the gate; SiLU (SwiGLU) by default.
+        has_bias: True if experts have biases, which are zero until ``set_bias``.
         num_parts: shares of F, each packed and computed by the threads of its NUMA node; use the
             pool's number of nodes. Results depend bitwise on the number of parts, not on the nodes.
             With several parts ``storage`` is copied, not kept.
-        is_bound: reserve each part's memory on the NUMA node of the sub-pool that computes it, and
-            copy ``storage`` there even if there is one part. Where the kernel refuses, the memory
-            lies where it is first touched, and the property ``is_bound`` is false.
+        is_bound: True to reserve each part's memory on the NUMA node of the threads that compute
+            it, and to copy ``storage`` there even if there is one part. If the operating system
+            refuses, memory lies where it is first touched, and the property ``is_bound`` is false.
         is_apart: True to allocate no weights: ``run_apart`` is told at each call where the experts
             lie.
 
@@ -311,7 +311,7 @@ class PackedExperts:
             ids_TK: int32 or int64 in [-1, E); -1 = computed elsewhere, adds 0.
             weights_TK: float32, used as they are.
             delta_PC: float32, added to gate and up before the activation; zero beyond F.
-            kept_PC: of ``inner_dtype``, takes gate and up as the activation sees them.
+            kept_PC: of ``inner_dtype``; gate and up are written to it as the activation gets them.
 
         Returns: float32 [T, D], new. A NaN or infinity in a token makes that token NaN, no other.
         Raises: ShapeError (names the argument and what is wanted).
@@ -345,21 +345,21 @@ class PackedExperts:
         their gradients are rounded to ``inner_dtype``; sums are in fp32.
 
         Args:
-            x_TD: as ``forward`` had it; not needed where ``kept_PC`` is given.
-            ids_TK: as of ``forward``.
+            x_TD: the same as in ``forward``; not needed if ``kept_PC`` is given.
+            ids_TK: the same as in ``forward``.
             weights_TK: float32.
             d_out_TD: float32 or bfloat16, the gradient with respect to what ``forward`` returned.
-            kept_PC: as ``forward`` left it; None = computed again, with the same result.
-            delta_PC: as ``forward`` had it.
+            kept_PC: as written by ``forward``; None = computed again, with the same result.
+            delta_PC: the same as in ``forward``.
             extra_PF: float32 [P, ``inner_columns``], added to the gradient of each pair's
                 intermediate, to which its router weight has been applied.
-            d_gate_up_PC: of ``inner_dtype``, takes the gradients of gate and up.
+            d_gate_up_PC: of ``inner_dtype``; the gradients of gate and up are written to it.
 
         Raises: ShapeError; CapacityError.
-        Cost: three products with weights turned piece by piece, one more like ``forward``'s first
-            where gate and up are computed again; takes scratch for 2 F items of ``inner_dtype``
-            for each pair, 4 F without ``kept_PC``. A row's result does not depend on the other
-            rows. Blocks; releases the GIL; thread-safe.
+        Cost: three products with weights that are transposed piece by piece, and, if gate and up
+            are computed again, their product as in ``forward``; scratch memory for 2 F items of
+            ``inner_dtype`` for each pair, 4 F without ``kept_PC``. A row's result does not depend
+            on the other rows. Blocks; releases the GIL; thread-safe.
         """
         d_x_TD = torch.empty(d_out_TD.shape, dtype=torch.float32)
         d_weights_TK = torch.empty_like(weights_TK)

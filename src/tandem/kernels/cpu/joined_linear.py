@@ -78,7 +78,10 @@ class JoinedLinear:
             part.run(x_TK, out_TN, is_added=is_added, first_column=begin)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
-        """Add ``x W^T + b`` in place to ``residual_TN``, float32 or bfloat16."""
+        """Add ``x W^T + b`` in place to ``residual_TN``, float32 or bfloat16.
+
+        Raises: ShapeError (the residual has another shape).
+        """
         if residual_TN.shape[:-1] != x_TK.shape[:-1]:
             what = f"residual {tuple(residual_TN.shape)} for x {tuple(x_TK.shape)}"
             raise ShapeError("kernels.run_linear", what, field="residual")

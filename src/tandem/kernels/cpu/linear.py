@@ -97,14 +97,14 @@ class PackedLinear:
         """Quantize and pack a whole matrix.
 
         Args:
-            weight_format: as of the class.
+            weight_format: as for the class.
             weight_NK: float32 or bfloat16, contiguous, on the CPU; not kept.
-            bias_N: of any floating dtype; not kept.
-            pool: as of the class.
-            isa: as of the class.
-            is_bound: as of the class.
+            bias_N: the bias, of any floating dtype; not kept.
+            pool: as for the class.
+            isa: as for the class.
+            is_bound: as for the class.
 
-        Raises: as the class and ``pack_rows``.
+        Raises: the errors of the class and of ``pack_rows``.
         """
         if weight_NK.ndim != 2:
             what = f"weight {tuple(weight_NK.shape)}: give [N, K]"
@@ -228,7 +228,7 @@ class PackedLinear:
             x_TK: float32 or bfloat16, CPU, contiguous, any leading dimensions; not modified. Coded
                 once: to bf16, to float32 beside f32, or for integer formats to int8 with a step per
                 group.
-            dtype: of the result: float32, or bfloat16, to which sums are rounded once.
+            dtype: dtype of the result: float32, or bfloat16, to which sums are rounded once.
 
         Returns: [..., N], new. A NaN or infinity in a row makes that row NaN, no other.
         Raises: ShapeError (names the argument and what is wanted).
@@ -288,7 +288,10 @@ class PackedLinear:
         self._run(x_TK, out_TM, is_added=is_added, first_column=first_column)
 
     def add_into_(self, residual_TN: Tensor, x_TK: Tensor) -> None:
-        """Add ``x W^T + b`` in place to ``residual_TN``, float32 or bfloat16."""
+        """Add ``x W^T + b`` in place to ``residual_TN``, float32 or bfloat16.
+
+        Raises: ShapeError (the residual has another shape).
+        """
         if residual_TN.shape[:-1] != x_TK.shape[:-1]:
             what = f"residual {tuple(residual_TN.shape)} for x {tuple(x_TK.shape)}"
             raise ShapeError("kernels.run_linear", what, field="residual")

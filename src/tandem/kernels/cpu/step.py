@@ -90,7 +90,7 @@ class CpuStep:
         layers run.
         """
         self.loads: KvArrivals | None = None
-        """Copies of KV that layers wait for; None: all KV is there."""
+        """Copies of KV to the device that layers wait for; None: no KV is being copied."""
         self._no_angles: tuple[_native.TensorView, _native.TensorView] | None = None
         self._dtype = dtype
         self._on_layer = on_layer

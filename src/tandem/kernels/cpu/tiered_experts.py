@@ -44,11 +44,12 @@ class TieredExperts(PackedExperts):
     """Experts of one layer that lie in a file; results are bitwise those of ``PackedExperts``.
 
     Args:
+        settings: positional arguments of ``PackedExperts``.
         tier: memory that the layers share.
         path: file that holds the packed experts one after the other.
         num_slots: slots of this layer.
         policy: decides which experts are kept in the slots.
-        settings: arguments of ``PackedExperts``, without those about memory.
+        more: keyword arguments of ``PackedExperts``, without those about memory.
     """
 
     def __init__(

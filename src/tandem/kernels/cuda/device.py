@@ -296,7 +296,10 @@ class CudaDevice:
         self._driver.launch_host(own.stream.cuda_stream, own.wrap(function))
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> CudaGraph:
-        """Capture the work that ``work`` queues on a stream, as a CUDA graph."""
+        """Capture the work that ``work`` queues on a stream, as a CUDA graph.
+
+        Raises: InternalError (the stream is being captured already).
+        """
         own, graph = _as_own(stream), torch.cuda.CUDAGraph()
         if own.captured is not None:
             raise InternalError("kernels.capture", "the stream is being captured already")

@@ -67,7 +67,10 @@ class FakeStream:
         self.put("wait", partial(own.place.wait_done, own.number))
 
     def synchronize(self) -> None:
-        """Wait until all queued work is done; raise the first error of it."""
+        """Wait until all queued work is done; raise the first error of it.
+
+        Raises: InternalError (the stream is being captured).
+        """
         if self.captured is not None:
             raise InternalError("kernels.capture", "waiting for a stream while it is captured")
         with self._ready:
@@ -90,7 +93,10 @@ class FakeStream:
             return self._num_done >= number
 
     def wait_done(self, number: int) -> None:
-        """Wait until the first ``number`` pieces of work are done."""
+        """Wait until the first ``number`` pieces of work are done.
+
+        Raises: DeadlineError (``WAIT_S`` have passed).
+        """
         with self._ready:
             if not self._ready.wait_for(lambda: self._num_done >= number, WAIT_S):
                 raise DeadlineError("kernels.fake_device", f"a stream stood still for {WAIT_S} s")
@@ -238,7 +244,10 @@ class FakeDevice:
         _as_own(stream).put(name or "host", function)
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> FakeGraph:
-        """Capture the work that ``work`` queues on a stream, as a graph."""
+        """Capture the work that ``work`` queues on a stream, as a graph.
+
+        Raises: InternalError (the stream is being captured already).
+        """
         own = _as_own(stream)
         if own.captured is not None:
             raise InternalError("kernels.capture", "the stream is being captured already")

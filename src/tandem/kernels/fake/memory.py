@@ -69,7 +69,10 @@ class DeviceTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator inside a stream; outside, allow only operators that need no values."""
+        """Run an operator inside a stream; outside, allow only operators that need no values.
+
+        Raises: InternalError (the host uses values of device memory).
+        """
         name = getattr(func, "__name__", "")
         if name == "__get__":  # An attribute, such as shape or dtype.
             name = "dim"

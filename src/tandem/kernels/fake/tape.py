@@ -51,7 +51,10 @@ class Tape(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator and record it."""
+        """Run an operator and record it.
+
+        Raises: InternalError (the operator reads a value, which a graph cannot do).
+        """
         if torch.Tag.data_dependent_output in func.tags:
             raise InternalError("kernels.capture", f"{func} looks at a value in a graph")
         given = dict(kwargs or {})

@@ -1,8 +1,8 @@
 """Host memory beside a device's KV blocks or states, and the copies between the two.
 
-Lower tiers read and write host memory alone, so what they store is copied there first, and what
-they have loaded is copied to the device by the next step, on a stream of its own and layer by
-layer: a layer's attention waits for its own copies while those of later layers go on.
+Lower tiers read and write host memory only. Data that they store is copied to the host first. Data
+that they have loaded is copied to the device by the next step, layer by layer on a separate stream:
+the attention of a layer waits for that layer's copies, while those of later layers continue.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class HostMirror:
 
     Args:
         device: has the items, and makes the host memory.
-        items: on the device, bytes [items, size], contiguous.
+        items: the memory on the device, uint8 [items, bytes of an item], contiguous.
         layers: first byte and number of bytes of each layer within an item, in order.
     """
 

@@ -104,7 +104,10 @@ class UngatedExperts(RoutedExperts):
         return weight.to(reader.device, copy=True)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
-        """Add the experts' weighted sum to the residual stream."""
+        """Add the experts' weighted sum to the residual stream.
+
+        Raises: ShapeError (shapes do not fit together, or an id is outside of [-1, E)).
+        """
         if ids_TK.shape != w_TK.shape or len(ids_TK) != len(x_TD):
             raise ShapeError(
                 "kernels.run_experts",

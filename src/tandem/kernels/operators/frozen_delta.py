@@ -107,7 +107,7 @@ class FrozenGatedDelta(FrozenDelta):
 
 
 class FrozenKimiDelta(FrozenDelta):
-    """A trainable Kimi delta attention."""
+    """A trainable mixer with Kimi delta attention."""
 
     spec: KimiDeltaSpec
 

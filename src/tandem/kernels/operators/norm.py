@@ -24,7 +24,7 @@ class RmsNorm(Operator):
         self.offset = offset
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read ``weight``."""
+        """Read ``weight`` [D] from the checkpoint."""
         self.weight = freeze(read_rows(reader, [(f"{name}.weight", self.size)]))
         self.held = Buffer(self.weight)
         self._execution = reader.execution

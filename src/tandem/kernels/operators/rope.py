@@ -123,7 +123,7 @@ class Rope(Operator):
 
         Args:
             positions: int64 [T] or [1, T].
-            dtype: of the result; angles are computed in float32.
+            dtype: dtype of the result; angles are computed in float32.
         """
         angles = positions[..., None].float() * self._inv_freq_of(positions)
         angles = torch.cat((angles, angles), dim=-1)

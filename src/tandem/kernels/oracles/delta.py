@@ -26,7 +26,7 @@ LENGTH_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """A layer's weights in float64."""
+    """The weights of a layer with a gated delta rule, in float64."""
 
     conv_WC: Array  # noqa: N815 - a shape suffix
     decay_rate_V: Array  # noqa: N815

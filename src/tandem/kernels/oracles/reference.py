@@ -271,7 +271,7 @@ def moe_block(
 
 
 def log_softmax(logits_RV: Array) -> Array:
-    """Return natural log-probabilities."""
+    """Return the natural log-probabilities of the tokens, given each row's logits."""
     shifted = logits_RV - logits_RV.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 

@@ -61,7 +61,10 @@ class Experts(RoutedExperts):
             self.down_bias = freeze(down_bias)
 
     def add_into_(self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> None:
-        """Add the experts' weighted sum to the residual stream."""
+        """Add the experts' weighted sum to the residual stream.
+
+        Raises: ShapeError (shapes do not fit together).
+        """
         if ids_TK.shape != w_TK.shape or len(ids_TK) != len(x_TD):
             raise ShapeError(
                 "kernels.run_experts",

@@ -154,7 +154,7 @@ class TorchStep:
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._positions = positions
         self.loads: KvArrivals | None = None
-        """Copies of KV that layers wait for; None: all KV is there."""
+        """Copies of KV to the device that layers wait for; None: no KV is being copied."""
         self.layer_inputs: Tensor | None = None
         """Inputs [T, layers, items] of models whose layers have an additional input; set before the
         layers run.

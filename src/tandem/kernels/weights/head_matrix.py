@@ -87,7 +87,9 @@ class PackedHeads:
         return out
 
     def run(self, x_THK: Buffer, out_THN: Buffer) -> None:
-        """Multiply natively into a buffer."""
+        """Multiply each head's input with its matrix natively, and write the results to a
+        buffer.
+        """
         self._linear.run_heads(x_THK, out_THN)
 
 

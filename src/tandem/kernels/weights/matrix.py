@@ -153,6 +153,8 @@ def _read_codes(
 
     If codes are kept in several formats, one stack for each run of parts of the same format is
     returned.
+
+    Raises: ShapeError (the codes have another shape).
     """
     formats = [reader.find_format(name) for name, _ in parts]
     wanted = settings.weight_format

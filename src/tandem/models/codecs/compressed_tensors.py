@@ -134,7 +134,10 @@ class CompressedTensorsCodec:
     def _read_codes(
         self, stored: StoredTensors, name: str, shape: tuple[int, ...] | None, scheme: Scheme
     ) -> Tensor:
-        """Return the codes [N, K] as unsigned integers."""
+        """Return the codes [N, K] as unsigned integers.
+
+        Raises: ShapeError (another shape); CorruptionError (a code beyond the scheme's bits).
+        """
         middle = 1 << (scheme.bits - 1)
         if name in stored.entries:
             codes = view_matrix(stored, name, SIGNED, shape)
@@ -174,7 +177,10 @@ class CompressedTensorsCodec:
     def _read_order(
         self, stored: StoredTensors, stem: str, scheme: Scheme, inputs: int
     ) -> Tensor | None:
-        """Return the group of each input from ``weight_g_idx``; None if groups are consecutive."""
+        """Return the group of each input from ``weight_g_idx``; None if groups are consecutive.
+
+        Raises: CorruptionError (a group that does not exist).
+        """
         name = f"{stem}.weight_g_idx"
         if not scheme.is_ordered or not scheme.group_size:
             return None

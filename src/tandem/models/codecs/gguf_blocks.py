@@ -41,10 +41,10 @@ class Blocks(NamedTuple):
     """Blocks split into parts: a weight is ``scale * (code - offset) + minimum``."""
 
     codes: Bytes
-    """Codes, [B, W]."""
+    """Code of each weight, [B, W]."""
     offset: int
     scales: Floats
-    """Scales, [B, G]."""
+    """Scale of each group, [B, G]."""
     minima: Floats | None
 
 

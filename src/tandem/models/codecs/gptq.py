@@ -54,8 +54,10 @@ class GptqCodec(WordCodec):
     def _read_order(
         self, stored: StoredTensors, stem: str, inputs: int, groups: int, scheme: Scheme
     ) -> Tensor | None:
-        """Return the group of each input; None if groups are consecutive, as weight formats
-        need.
+        """Return the group of each input; None if groups are consecutive, as weight formats need.
+
+        Raises: CorruptionError (a group that does not exist, or an order that the configuration
+            denies).
         """
         name = f"{stem}.g_idx"
         if name not in stored.entries and not scheme.is_ordered:

@@ -67,7 +67,10 @@ def _olmo2(facts: Facts) -> Config:
 
 
 def _list_windows(facts: Facts) -> list[str]:
-    """Return the type of each layer, by the array that flags layers with a window."""
+    """Return the type of each layer, by the array that flags layers with a window.
+
+    Raises: ConfigError (a layer has no flag).
+    """
     value: Any = facts.find("attention.sliding_window_pattern")
     count = facts.num_layers
     if not isinstance(value, np.ndarray) or value.ndim != 1 or len(value) < count:

@@ -57,6 +57,9 @@ class Facts:
         """Return a whole number, at most the number of weights of the file's largest tensor.
 
         An array with a value for each layer must have equal values.
+
+        Raises: ConfigError (it is missing without a default, no whole number, too large, or differs
+            between layers).
         """
         value = self.find(key)
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
@@ -71,7 +74,10 @@ class Facts:
         return value
 
     def count_where_any(self, key: str, default: int) -> int:
-        """Return the number that some layers have, from an array in which other layers have 0."""
+        """Return the number that some layers have, from an array in which other layers have 0.
+
+        Raises: ConfigError (layers have different numbers, or the number is too large).
+        """
         value = self.find(key)
         if not isinstance(value, np.ndarray) or not value.any():
             return self.count(key, default)
@@ -89,6 +95,8 @@ class Facts:
         Args:
             key: metadata key.
             length: number of layers; an array may be longer.
+
+        Raises: ConfigError (there are too few numbers).
         """
         value = self.find(key)
         if not isinstance(value, np.ndarray):
@@ -106,7 +114,10 @@ class Facts:
         return self.count("block_count") - self.count("nextn_predict_layers", 0)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number, rounded to the decimals that are significant in the file's float32."""
+        """Return a number, rounded to the decimals that are significant in the file's float32.
+
+        Raises: ConfigError (the value is missing without a default, or no number).
+        """
         value = self.find(key)
         if value is None and default is not None:
             return default
@@ -119,7 +130,7 @@ class Facts:
         return float(np.format_float_positional(np.float32(value), unique=True))
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """Return a boolean value."""
+        """Return a boolean value. Raises: ConfigError (it is no boolean)."""
         value = self.find(key)
         if value is None:
             return default
@@ -133,7 +144,7 @@ class Facts:
 
     @property
     def head_dim(self) -> int:
-        """Items of a key in one head."""
+        """Items of a key in one head. Raises: ConfigError (it would be 0)."""
         per_head = self.count("embedding_length") // self.num_heads
         size = self.count("attention.key_length", per_head)
         if not size:
@@ -142,7 +153,7 @@ class Facts:
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads."""
+        """Number of query heads. Raises: ConfigError (it is 0)."""
         heads = self.count("attention.head_count")
         if not heads:
             raise ConfigError(WHERE, f"{self.architecture}.attention.head_count is 0")

@@ -16,7 +16,7 @@ __all__ = ["MIXTURES", "Mixture", "ModelSizes", "choose_types"]
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of tensor types."""
+    """A mixture of llama.cpp: a rule for the types of a file's tensors."""
 
     name: str
     kind: str

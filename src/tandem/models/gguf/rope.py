@@ -62,6 +62,8 @@ def _find_llama3_rope(factors: list[float], theta: float, head_dim: int) -> Conf
 
     All published models of this kind share all parameters except the scaling factor, which is the
     largest of the factors.
+
+    Raises: UnsupportedError (the factors are not those of Llama 3.1's scaling).
     """
     low, high, original = 1.0, 4.0, 8192
     factor = max(factors)

@@ -71,7 +71,7 @@ DEEPSEEK_LLM = (
     "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
     r"\p{N}+",
 )
-"""Patterns of DeepSeek-V2."""
+"""Patterns by which DeepSeek-LLM's tokenizer splits text before BPE."""
 _NO_HAN = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
 _KIMI_UPPER, _KIMI_LOWER = rf"[\p{{Lu}}\p{{Lt}}{_NO_HAN}]", rf"[\p{{Ll}}{_NO_HAN}]"
 KIMI_K2 = (
@@ -99,7 +99,7 @@ class Splitting:
     patterns: tuple[str, ...] = ()
     """Patterns that are applied in turn; empty: GPT-2's only."""
     is_gpt2: bool = False
-    """True if GPT-2's pattern follows."""
+    """True if the pieces are then split by GPT-2's pattern."""
     is_nfc: bool = False
     """True if text is first normalized to NFC."""
     keeps_whole: bool = False

@@ -181,10 +181,12 @@ class CausalModel:
         Args:
             device: runs this model's operators.
             is_captured: see ``HybridDecoder``.
-            split: decides how many experts are uploaded instead; None: none are.
-            max_uploads: of a layer, a power of two.
-            num_slots: experts of a layer that stay in the device's memory; needs a split.
-            make_policy: makes what decides which these are, for a layer; needed for slots.
+            split: decides how many of a step's experts are uploaded to the device and computed
+                there; None: the host computes all.
+            max_uploads: most experts that a step uploads of one layer, a power of two.
+            num_slots: experts of each layer that stay in the device's memory; needs a split.
+            make_policy: makes the policy that chooses a layer's experts for the slots; needed if
+                there are slots.
 
         Raises: UnsupportedError (layers that are not one operator each, or have experts of no
             weight format).
@@ -244,9 +246,11 @@ class CausalModel:
         return self._hybrid
 
     def count_expert_hits(self) -> tuple[int, int]:
-        """Return how many experts of all steps their cache held, and how many it did not.
+        """Return how many of the experts that all steps used were in their cache, and how many were
+        not.
 
-        (0, 0) if experts have no cache.
+        The cache is the slots in the device's memory, or, for experts on disk, those in the host's.
+        (0, 0) if there is none.
         """
         if self._lane is not None:
             return self._lane.counts
@@ -752,6 +756,8 @@ def _find_ropes(
 
     These are the operator's, or, if a rule keeps transformers' module, new ones with its angles,
     since replaced attention modules take angles from the step.
+
+    Raises: UnsupportedError (no operator computes the angles of the rotary module).
     """
     if module is None:
         # The model has no rotary module, so its MLA layers get a rotation that changes nothing.

@@ -306,6 +306,8 @@ def _hash_leaves(path: Path, leaves: list[_Leaf]) -> list[bytes]:
 def _hash_leaf(path: Path, descriptor: int, leaf: _Leaf, buffer: memoryview) -> bytes:
     """Hash a leaf by reading into a buffer: a file cut meanwhile gives an error, where a mapping
     would crash.
+
+    Raises: CorruptionError (the file has become shorter).
     """
     digest = hashlib.sha256()
     position = leaf.begin

@@ -95,8 +95,8 @@ def require_own_proof(checkpoint: Checkpoint, root: Path = DEFAULT_ROOT) -> OwnP
     """Return the proof of a checkpoint's class.
 
     Args:
-        checkpoint: as of ``open_own``.
-        root: where proofs are kept.
+        checkpoint: opened by ``open_own``.
+        root: folder in which proofs are stored.
 
     Raises: UnsupportedError (not proved, with the reason).
     """

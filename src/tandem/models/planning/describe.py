@@ -130,9 +130,9 @@ class ModuleView:
     model: Any
     config: Any
     attentions: Mapping[str, AttentionCall | str]
-    """Result of ``roles.observe_attentions``."""
+    """The calls of attention by each attention module, as found by ``roles.observe_attentions``."""
     state_mixers: Mapping[str, StateMixerSpec | str] = field(default_factory=dict)
-    """Result of ``state_mixers.observe_state_mixers``."""
+    """The specs of mixers with a state, as found by ``state_mixers.observe_state_mixers``."""
     operators: Mapping[str, OperatorSpec] = field(default_factory=dict)
     """Specs of the modules below this one that become operators, by dotted path."""
 

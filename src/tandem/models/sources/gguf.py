@@ -66,6 +66,7 @@ class GgufSource:
         path: the file, or any part of a split one.
         dtype: dtype in which operators read values.
         device: device on which operators get their weights.
+        execution: implementation of the operators that read; None: chosen for device and dtype.
         progress: called once for each tensor, with the bytes as stored.
 
     Raises: the errors of ``GgufFiles.open``; UnsupportedError (a tensor's type cannot be decoded).
@@ -220,7 +221,11 @@ class GgufSource:
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
-        """Return a weight's codes."""
+        """Return a weight's codes in the format of ``find_format``.
+
+        Raises: UnsupportedError (no weight format holds them); ShapeError (``expert_id`` or
+            ``shard`` does not fit the weight).
+        """
         recipe, wanted = self._find(name), self.find_format(name)
         if wanted is None:
             what = f"tensor {name!r} has no codes that one of our formats holds: read its values"
@@ -384,7 +389,7 @@ def _refuse_shape(name: str, parts: list[_Stored], out: Tensor) -> ShapeError:
 
 
 def _require_equal(name: str, parts: list[_Stored]) -> None:
-    """Refuse gate and up of different sizes, even if their sum is right."""
+    """Refuse gate and up of different sizes, even if their sum is right. Raises: ShapeError."""
     if len({part.shape for part in parts}) > 1:
         stored = " and ".join(str(list(part.shape)) for part in parts)
         what = f"tensor {name!r} is made of {stored}: they should be alike"

@@ -122,7 +122,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The header of a file."""
+    """The header of a GGUF file: its metadata and the places of its tensors."""
 
     path: Path
     metadata: Mapping[str, Value]

@@ -130,7 +130,11 @@ def _is_sizes(value: object) -> TypeGuard[list[int]]:
 
 
 def _list_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder, those of the index if there is one."""
+    """Return the weight files of a folder, those of the index if there is one.
+
+    Raises: NotFoundError (a file is missing, or there is none); ConfigError (the index names a file
+        outside of the folder); UnsupportedError (pickles only).
+    """
     index_path = folder / "model.safetensors.index.json"
     if index_path.exists():
         weight_map = read_json(index_path).get("weight_map")
@@ -181,6 +185,7 @@ class SafetensorsSource:
         folder: folder with one safetensors file, or several and their index.
         dtype: dtype in which operators read values.
         device: device on which operators get their weights.
+        execution: implementation of the operators that read; None: chosen for device and dtype.
         progress: ``progress(done_bytes, total_bytes, what)`` after each tensor; bytes as stored.
         quantization: quantization of the weights; None: they are not quantized.
 
@@ -288,7 +293,10 @@ class SafetensorsSource:
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
-        """Return a weight's codes."""
+        """Return a weight's codes in the format of ``find_format``.
+
+        Raises: UnsupportedError (no weight format holds them); the errors of the codec.
+        """
         codec = self._find_codec(name)
         if codec is None:
             what = f"tensor {name!r} has no codes: read its values"

@@ -70,7 +70,7 @@ class TensorEntry:
     name: str
     path: Path
     dtype: str
-    """Dtype under the container's name."""
+    """Stored dtype under the container's name for it."""
     shape: tuple[int, ...]
     begin: int
     end: int

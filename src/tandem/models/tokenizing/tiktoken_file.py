@@ -74,7 +74,10 @@ def spell_bytes(token: bytes, alphabet: dict[int, str]) -> str:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Read lines of a base64 token and its rank; ranks count from 0 without gaps."""
+    """Read lines of a base64 token and its rank; ranks count from 0 without gaps.
+
+    Raises: ConfigError (the file is too large or damaged, or lacks a single byte).
+    """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
         raise ConfigError("tokenizer.load", f"{path} has {size} bytes, more than {MAX_FILE_BYTES}")
@@ -111,7 +114,10 @@ def _list_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _list_special(settings: dict[str, Any], first_id: int) -> list[AddedToken]:
-    """Return the special tokens in the order of their ids, which follow the file's ids."""
+    """Return the special tokens in the order of their ids, which follow the file's ids.
+
+    Raises: ConfigError (the settings do not fit the file).
+    """
     named = settings.get("added_tokens_decoder") or {}
     if not isinstance(named, dict):
         raise ConfigError("tokenizer.load", "added_tokens_decoder is not an object")

@@ -224,7 +224,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _convert_tokenizer(folder: Path) -> tokenizers.Tokenizer:
-    """Let transformers build a fast tokenizer from older files (``tokenizer.model``, vocab.txt)."""
+    """Let transformers build a fast tokenizer from older files (``tokenizer.model``, vocab.txt).
+
+    Raises: NotFoundError (there is no tokenizer); UnsupportedError (it has no fast form, or
+        transformers is not installed).
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

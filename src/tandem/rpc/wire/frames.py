@@ -143,7 +143,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The result of a call."""
+    """The result of a call, sent to its caller."""
 
     call_id: Unsigned
     body: Raw

@@ -80,7 +80,7 @@ class Connection:
 
     Args:
         socket: borrowed.
-        pump: of the socket; borrowed.
+        pump: reads the socket; borrowed.
         name: the peer's name, for errors.
         address: the peer's address on the socket; empty if the socket has one peer.
         on_close: called by ``close``.

@@ -111,7 +111,7 @@ def read_calibration(path: Path) -> CalibrationFile:
 
 
 def write_calibration(path: Path, found: CalibrationFile) -> None:
-    """Write a calibration as YAML."""
+    """Write a calibration to a file as YAML."""
     path.write_text(yaml.safe_dump(msgspec.to_builtins(found), sort_keys=False), "utf-8")
 
 

@@ -34,7 +34,7 @@ class Generator(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     requests: Annotated[int, Meta(ge=1)]
     rate: Positive
-    """Requests per second."""
+    """Mean number of requests per second."""
     burst_s: NonNegative = 0.0
     """Period of bursts in seconds: arrivals are moved to its next multiple; 0 leaves them Poisson.
     """

@@ -26,11 +26,11 @@ class Reader(Protocol):
     num_layers: int
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Report blocks that have arrived to the scheduler."""
+        """Tell the scheduler that blocks have arrived."""
         ...
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Report blocks that will not arrive to the scheduler."""
+        """Tell the scheduler that blocks will not arrive."""
         ...
 
     def end_reading(self, request_id: str) -> None:
@@ -48,7 +48,7 @@ class Source(Protocol):
 
 
 class HandOver:
-    """One hand-over.
+    """The transfer of the KV blocks of one prompt from the prefilling to the decoding instance.
 
     Args:
        reader: the instance that decodes.
@@ -78,12 +78,16 @@ class HandOver:
         self._dropped: set[int] = set()
 
     def begin(self) -> None:
-        """Register at the source to be told of the prefill's progress."""
+        """Register at the source, which reports the prefill's progress from now on, and start to
+        move the blocks that are computed already.
+        """
         self._source.readers[self._source_id] = self
         self.note_progress()
 
     def drop(self, load: BlockLoad) -> None:
-        """Mark a block as no longer wanted; its end is still reported."""
+        """Note that a block is not needed any more. If its transfer has not begun, its load fails
+        at once.
+        """
         if load in self._todo:
             self._todo.remove(load)
             self._reader.load_failed(self._request, [load.block_id])

@@ -41,8 +41,8 @@ from tandem.sim.cluster.store import SimStore
 __all__ = ["InstanceSetup", "SimInstance"]
 
 TOLD_DECODES = 32
-"""The conductor is told of one in this many steps without prefill: learning from a step takes an
-estimator longer than planning it takes a scheduler.
+"""Number of steps without prefill of which one is reported to the conductor: an estimator takes
+longer to learn from a step than a scheduler to plan it.
 """
 
 Put = Callable[[RequestOutput], None]
@@ -50,7 +50,7 @@ Put = Callable[[RequestOutput], None]
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceSetup:
-    """Everything that an instance is constructed from."""
+    """The parts and settings that an instance is made from."""
 
     name: str
     role: InstanceRole
@@ -80,7 +80,7 @@ class _Leg:
 
 
 class SimInstance:
-    """One simulated instance.
+    """A simulated instance, which runs the scheduler's steps in virtual time.
 
     Args:
        setup: its parts and settings.
@@ -138,7 +138,7 @@ class SimInstance:
         for one in ``TOLD_DECODES`` of the others, which hardly differ.
         """
 
-    # The methods from here to `num_live` are the instance's calls.
+    # The methods below, up to ``num_live``, are those that a cluster calls on an instance.
 
     def add(
         self,
@@ -217,7 +217,7 @@ class SimInstance:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._legs)
 
     # The methods below load blocks: from the store, from slower tiers, and from other instances.
@@ -254,12 +254,12 @@ class SimInstance:
         self.load_failed(request, [load.block_id for load in loads])
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Report blocks that have arrived to the scheduler."""
+        """Tell the scheduler that blocks have arrived."""
         self.scheduler.load_done(request, block_ids)
         self._call()
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Report blocks that will not arrive to the scheduler."""
+        """Tell the scheduler that blocks will not arrive."""
         self.scheduler.load_failed(request, block_ids)
         self._call()
 
@@ -289,7 +289,7 @@ class SimInstance:
     # The methods below begin and end steps.
 
     def _call(self) -> None:
-        """Look for work after all other callbacks of the current time have run."""
+        """Have the instance look for work once all other callbacks of the current time have run."""
         self.is_load_new = True
         if not self._is_called and not self._is_running:
             self._is_called = True

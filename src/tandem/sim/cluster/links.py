@@ -27,7 +27,7 @@ class Link:
 
 @dataclass(eq=False, slots=True)
 class Transfer:
-    """Bytes being moved."""
+    """Bytes that are being moved over one or several links."""
 
     links: tuple[Link, ...]
     left_bytes: float

@@ -42,7 +42,7 @@ __all__ = [
 
 
 class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one instance."""
+    """Figures of one simulated instance over a run."""
 
     name: str
     role: str
@@ -84,7 +84,7 @@ class SimReport(LoadReport, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed run."""
+    """A completed run: its report, its requests and the decisions about them."""
 
     report: SimReport
     records: list[RequestRecord]
@@ -137,7 +137,11 @@ def _find_port(group: Group, links: LinkSpec) -> float:
 
 
 def _resolve(group: Group) -> tuple[StepModel, int, int, int]:
-    """Return a group's step model, KV bytes per token, layers, and tokens of KV that fit."""
+    """Return a group's step model, KV bytes per token, layers, and tokens of KV that fit.
+
+    Raises: ConfigError (an unknown format, or more accelerators than the machine has);
+        CapacityError (the weights do not fit).
+    """
     group.check_speed()
     if group.calibration is not None:
         return LearntSteps(group.calibration), group.kv_bytes_per_token, 1, group.kv_tokens

@@ -40,7 +40,7 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Identical instances."""
+    """A group of identical instances."""
 
     count: Count = 1
     role: InstanceRole = "unified"
@@ -105,7 +105,7 @@ class LinkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The requests of a run."""
+    """The requests of a run: a trace or a generated load, and changes to it."""
 
     trace: str = ""
     """Path of a trace in Mooncake's format."""
@@ -134,7 +134,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     links: LinkSpec = LinkSpec()
     store: StoreSpec | None = None
     policy: str = "prefix"
-    """Routing policy, as ``cluster.policy``."""
+    """Name of the routing policy, as in the setting ``cluster.policy``."""
     admission: AdmissionMode | Literal["late"] = "none"
     """Admission by the TTFT and TPOT of ``slo``; a rejected request counts as failed. ``late``,
     which servers do not have, checks TTFT on arrival and TPOT after the prefill.

@@ -29,7 +29,7 @@ class StepWork(NamedTuple):
 
 
 class StepModel(Protocol):
-    """Predicts the times of steps."""
+    """A model that predicts the time of a step from its work."""
 
     def predict_s(self, work: StepWork) -> float:
         """Return the seconds of a step."""
@@ -56,7 +56,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LearntSteps:
-    """Step times from a calibration."""
+    """A model of step times whose costs a live instance has learnt."""
 
     def __init__(self, costs: Calibration) -> None:
         self._costs = costs

@@ -27,7 +27,7 @@ __all__ = ["SimStore", "StoreShare", "StoreSpec"]
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The store of a scenario."""
+    """Settings of a scenario's KV store."""
 
     tokens: Annotated[int, Meta(ge=1)]
     """Tokens of KV in the segment of each instance."""

@@ -63,7 +63,10 @@ def list_options(
 
 
 def _add(scenario: Scenario, like: Group, machine: str) -> Scenario:
-    """Return a scenario with one more machine, set up like the group ``like``."""
+    """Return a scenario with one more machine, set up like the group ``like``.
+
+    Raises: ConfigError (the group has a calibration and no model).
+    """
     if like.hardware == machine:
         groups = [
             msgspec.structs.replace(group, count=group.count + 1) if group is like else group

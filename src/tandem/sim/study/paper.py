@@ -62,7 +62,7 @@ class PaperRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """True if the paper gives no number, but says that the ratio is above 1."""
     is_fitted: bool = False
     load: str = ""
-    """A generated load instead of the trace; only the direction is compared then."""
+    """Name of a generated load to run instead of the trace; only the direction is compared then."""
     tbt_ms: int = 0
     figure: str = ""
     """Figure of this row, instead of the table's."""
@@ -76,7 +76,7 @@ class _Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table of the paper."""
+    """One table of the paper: its rows, and the settings of their runs."""
 
     title: str
     source: str
@@ -85,7 +85,7 @@ class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     what: str
     rows: list[PaperRow]
     set: dict[str, Any] = {}
-    """Changes applied to every run."""
+    """Changes of the scenario that apply to every run of the table."""
     rates: tuple[float, ...] = (1.0,)
     """Factors on the load's rate, for figures that are the best over several rates."""
     min_requests: int = 0
@@ -130,8 +130,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tbt_ms: float = 0.0
     """Mean TBT of the requests, in milliseconds."""
     mfu: float = 0.0
-    """Model FLOPs utilisation of the instances that prefill, during prefill; counts operations on
-    weights only.
+    """Share of the accelerators' peak FLOP/s that the instances which prefill reach during their
+    steps; counts operations on weights only. 0 with learnt step costs.
     """
 
 
@@ -141,7 +141,9 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
     row: PaperRow
     ours: float
     is_right: bool
-    """True if our figure has the published direction."""
+    """True if our figure agrees with the published direction: a ratio to another system is on the
+    same side of 1; figures without such a ratio are in the published order within their table.
+    """
 
     @property
     def off(self) -> float | None:
@@ -236,7 +238,10 @@ def serve_scenario(key: str, scenario: Scenario) -> Outcome:
 
 
 def _measure_mfu(scenario: Scenario, report: SimReport) -> float:
-    """Return the share of peak FLOP/s that prefilling instances reach during prefill."""
+    """Return the share of peak FLOP/s that the instances which prefill reach during their steps.
+
+    0 if their step costs are learnt, or if the machine has no accelerator.
+    """
     group = next(each for each in scenario.instances if each.role != "decode")
     if group.calibration is not None:
         return 0.0
@@ -358,8 +363,8 @@ class Runs:
         return RowResult(row=row, ours=value, is_right=is_right)
 
     def _count_hits(self, row: PaperRow, figure: str) -> float:
-        """Replay a load without time against plain LRU, the cache for which the paper states hit
-        ratios.
+        """Return the hit ratio of a load that is replayed without time against plain LRU, the cache
+        for which the paper states ratios.
         """
         load = Load(trace=str(self._trace), generator=row.load or None, limit=self._limit)
         counted = count_hits(open_load(load), PlainLru(row.blocks or None))

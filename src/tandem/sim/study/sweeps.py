@@ -23,7 +23,7 @@ __all__ = ["SweepPoint", "list_points", "run_process", "run_sweep"]
 
 
 class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a sweep."""
+    """One run of a sweep: the values that are changed in the scenario, and its report."""
 
     key: str
     """Digest of the run's whole scenario, so that results of another scenario are not taken for

@@ -1,7 +1,8 @@
-"""Runs a client's steps on the caller's thread, without waking an event loop.
+"""Blocking calls of a client: they run on the caller's thread, without waking an event loop.
 
-The steps are the coroutines of ``AsyncStoreClient``. They never suspend if all that they wait for
-blocks instead. Steps that cannot block are run by the client's event loop.
+The calls are the coroutines of ``AsyncStoreClient``. Here all that they wait for blocks the thread
+instead of suspending the coroutine, so that each runs to its end without an event loop. The parts
+that cannot block so are run by the client's event loop in another thread.
 """
 
 import asyncio
@@ -42,7 +43,12 @@ LOOP_GRACE_S = 1.0
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of a blocking client to its end on this thread. It must not suspend."""
+    """Run a coroutine of a blocking client to its end on this thread, and return its result.
+
+    The coroutine must not suspend.
+
+    Raises: InternalError (the coroutine suspends); the errors of the coroutine.
+    """
     try:
         work.send(None)
     except StopIteration as end:
@@ -57,7 +63,15 @@ def make_blocking_client(
     engine: TransferEngine,
     loop: asyncio.AbstractEventLoop,
 ) -> AsyncStoreClient:
-    """Return a twin of ``client``, which belongs to ``loop``, for ``drive`` on any other thread."""
+    """Return a client whose coroutines block the thread and never suspend, so that ``drive`` can
+    run them on any thread but the event loop's.
+
+    Args:
+        client: the client whose session with the master is used; it belongs to ``loop``.
+        channel: the channel to the master, for calls from other threads.
+        engine: the transfer engine that moves the bytes; borrowed.
+        loop: runs the parts that cannot block.
+    """
     return client.make_twin(_BlockingCalls(client.calls, channel, loop), _BlockingPort(engine))
 
 
@@ -128,8 +142,8 @@ class _BlockingCalls(MasterCalls):
         return wait()
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
-        # Have the event loop send the message, and do not wait for it, since the caller's deadline
-        # may be over.
+        # Have the event loop send the message, and do not wait for that, since the caller's
+        # deadline may be over.
         with contextlib.suppress(RuntimeError):  # The loop has ended.
             self._loop.call_soon_threadsafe(
                 lambda: self._loop_calls.spawn(self._loop_calls.tell(method, request, response))
@@ -146,6 +160,8 @@ class _BlockingCalls(MasterCalls):
     def _wait(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Run a coroutine on the event loop and wait for its result. The wait ends soon after the
         deadline even if the loop hangs.
+
+        Raises: DeadlineError (the event loop does not answer); the errors of the coroutine.
         """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -162,7 +178,11 @@ class _BlockingCalls(MasterCalls):
 
 
 class _BlockingPort:
-    """The blocking data path of a client. It opens its own segments of hosts."""
+    """The data path of a blocking client: a read or write blocks the thread until all bytes are
+    moved.
+
+    Each host's segment is opened on the first use of its address.
+    """
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine

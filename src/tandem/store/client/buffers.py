@@ -59,8 +59,10 @@ class StoreBuffer:
 
 
 class ScratchPool:
-    """Registered scratch memory for bytes that are checked and copied on. Reused, since touching
-    new pages causes page faults.
+    """Registered scratch memory into which values are read before they are verified and copied to
+    their destination.
+
+    One buffer is kept and lent again, since touching new pages causes page faults.
     """
 
     def __init__(self, port: ClientPort) -> None:
@@ -221,7 +223,9 @@ class Staging:
         return parts
 
     def copy(self) -> Iterator[None]:
-        """Register memory for all small values, and copy one value there at each step."""
+        """Register memory for all small values. Copy one value there, and fill in its parts, each
+        time the iterator is advanced.
+        """
         if not self._staged:
             return
         array = np.empty(self._length, dtype=np.uint8)

@@ -133,8 +133,7 @@ class AsyncStoreClient:
         """End the registration of memory. No transfer touches it after the return.
 
         Raises: NotFoundError if it is not registered with this client; DeadlineError if transfers
-            still
-            run: the memory takes no new ones, and the call may be repeated.
+            still run: the memory takes no new ones, and the call may be repeated.
         """
         if buffer.owner is not self._owner:
             raise NotFoundError("store.memory", "the buffer is not registered here (any more)")
@@ -224,7 +223,10 @@ class AsyncStoreClient:
         parts: Sequence[Part | Sequence[Part]],
         options: PutOptions = DEFAULT_OPTIONS,
     ) -> "list[PutResult | TandemError]":
-        """Store objects from registered buffers, without a copy; otherwise like ``put_many``."""
+        """Store objects from registered buffers, without a copy; otherwise like ``put_many``.
+
+        Raises: ConfigError (keys and parts differ in number); the errors of ``put_many``.
+        """
         if len(keys) != len(parts):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(parts)} values")
         check_keys(keys)
@@ -275,7 +277,10 @@ class AsyncStoreClient:
     async def get_range_many(
         self, keys: Sequence[str], ranges: Sequence[tuple[int, int]]
     ) -> "list[bytes | TandemError]":
-        """Return a range (offset, length) of each value. Results are like those of ``get_many``."""
+        """Return a range (offset, length) of each value. Results are like those of ``get_many``.
+
+        Raises: ConfigError (keys and ranges differ in number).
+        """
         if len(keys) != len(ranges):
             raise ConfigError("store.get", f"{len(keys)} keys, {len(ranges)} ranges")
         check_keys(keys)
@@ -297,6 +302,8 @@ class AsyncStoreClient:
     ) -> "list[int | TandemError]":
         """Read values into registered buffers, without a copy. Results are like those of
         ``get_many``, with the number of bytes.
+
+        Raises: ConfigError (keys and parts differ in number).
         """
         if len(keys) != len(parts):
             raise ConfigError("store.get", f"{len(keys)} keys, {len(parts)} destinations")
@@ -319,7 +326,7 @@ class AsyncStoreClient:
         return (await self.exists_many([key]))[0]
 
     async def exists_many(self, keys: Sequence[str]) -> list[bool]:
-        """Return whether each object exists, like ``exists``."""
+        """Return, for each key, True if the object exists and is readable; see ``exists``."""
         check_keys(keys)
         deadline_s = self._calls.deadline_s()
         found = await self._calls.ask("exists", KeyList(list(keys)), KeyBytes, deadline_s)
@@ -351,7 +358,7 @@ class AsyncStoreClient:
         return (await self.remove_many([key]))[0]
 
     async def remove_many(self, keys: Sequence[str]) -> list[bool]:
-        """Remove each object, like ``remove``."""
+        """Remove objects as ``remove`` does; return its result for each key."""
         check_keys(keys)
         self._places.cache.forget(keys)
         answer = await self._calls.change("remove", RemoveObjects(keys=list(keys)), KeyBytes)
@@ -374,7 +381,10 @@ class AsyncStoreClient:
     async def pin_many(
         self, keys: Sequence[str], *, soft_s: float = 0.0, hard: bool = False
     ) -> list[bool]:
-        """Replace the pins of each object, like ``pin``."""
+        """Replace the pins of each object, like ``pin``.
+
+        Raises: ConfigError (neither pin is given).
+        """
         if not hard and soft_s <= 0:
             raise ConfigError("store.pin", "give soft_s > 0 or hard=True; or call unpin")
         check_keys(keys)

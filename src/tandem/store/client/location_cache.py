@@ -34,8 +34,8 @@ class LocationCache:
         self._endpoints: dict[int, Endpoint] = {}
 
     def number(self, endpoint: Endpoint) -> int:
-        """Return the number of an endpoint. A host that returns with other addresses gets a new
-        number.
+        """Return the number that stands for an endpoint in the cache. A host that returns with
+        other addresses gets a new number.
         """
         number = self._numbers.get(endpoint)
         if number is None:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class PutResult(Enum):
-    """The result of a put."""
+    """The outcome of a put for one object."""
 
     CREATED = "created"
     EXISTS = "exists"

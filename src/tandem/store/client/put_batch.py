@@ -202,7 +202,9 @@ class PutBatch:
         }
 
     async def _send(self, blob: bytes) -> None:
-        """Send the values within the request; the master and the hosts do the rest."""
+        """Send the values within the request for space. The master has the hosts store them, and
+        answers with the results of the put.
+        """
         sizes = self._items.sizes
         fields = self._describe()
         if not self._checksums:
@@ -267,7 +269,9 @@ class PutBatch:
         self._value_at = locate_values(items.keys, items.sizes)
 
     async def _give_back(self, asking: Awaitable[StartedPut]) -> None:
-        """Return space that was granted and is not needed. Space that is not returned expires."""
+        """Wait for the answer to a request for space, although the put has failed meanwhile, and
+        give the space back. Space that is not given back expires at the master.
+        """
         try:
             self._give_up(await asking, [])
         except TandemError as error:
@@ -337,6 +341,8 @@ class PutBatch:
     async def _write_to(self, place: HostExtents, endpoint: Endpoint, until_s: float) -> None:
         """Write to one host. Attempts before the last wait a multiple of the usual time, the last
         one until the deadline.
+
+        Raises: DeadlineError (no time is left); the errors of the transfer.
         """
         pieces = self._list_pieces(place, endpoint.write_base)
         if not pieces:

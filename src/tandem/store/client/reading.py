@@ -191,8 +191,9 @@ class ObjectReader:
             self._sort_out(read, read.lookup, given_up)
 
     def _sort_out(self, read: _Read, lookup: _Lookup, indexes: list[int]) -> None:
-        """Handle the objects that a lookup found unreadable: absent, unknown, of unfitting size,
-        empty, on disk, or on lost hosts.
+        """Handle the objects of a lookup that cannot be read at once: absent, unknown to the
+        master, of unfitting size, empty, on disk, or on lost hosts. Each gets a result, an error,
+        or another lookup.
         """
         into = read.into
         for i in indexes:

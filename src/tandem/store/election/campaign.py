@@ -62,9 +62,9 @@ class Campaign:
     Args:
         backend: owned by the caller.
         clock: must advance while the machine sleeps, at the backend's rate within 20 %.
-        address: where hosts and clients reach this process.
+        address: address at which hosts and clients reach this process.
         ttl_s: length of a leadership lease, seconds.
-        timeout_s: of one call to the backend.
+        timeout_s: time limit of one call to the backend, seconds.
         on_elected: called with the epoch when a term begins.
         on_deposed: called once when the term ends; ``holds`` is False by then.
     """

@@ -58,7 +58,9 @@ class Election:
         self.epoch = 0
         """Epoch of this process's term; 0 without a term."""
         self.min_epoch = 0
-        """Epoch that a host has obeyed, so that the next term's must be above it."""
+        """Epoch that a host has seen, 0 if none: the next term's must be above it, or that host
+        would refuse its orders.
+        """
         self.next_step = Question.OBSERVE
         self.next_at_s = now_s
         self.serve_until_s = now_s

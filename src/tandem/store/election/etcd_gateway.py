@@ -68,7 +68,7 @@ class _RangeResponse(msgspec.Struct):
 
 
 class Txn(msgspec.Struct):
-    """The answer to a transaction."""
+    """etcd's answer to a transaction."""
 
     succeeded: bool = False
     responses: list[_RangeResponse] = []

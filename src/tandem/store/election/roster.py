@@ -56,7 +56,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Roster(msgspec.Struct, kw_only=True):
-    """The hosts of a store."""
+    """The durable list of a store's hosts and of retired storage."""
 
     members: dict[str, Member] = msgspec.field(default_factory=dict[str, Member])
     """Members by host name."""
@@ -67,8 +67,8 @@ class Roster(msgspec.Struct, kw_only=True):
     is_complete: bool = True
     """True if every host that may have an object is a member. False once a roster was lost."""
     has_waited: bool = True
-    """True if hosts that the roster does not name have been waited for since it was new or was
-    lost.
+    """False while the store is new or its roster was lost, and its masters have not yet waited, for
+    a limited time, for hosts that the roster does not name.
     """
     floor: int = -1
     """Version up to which objects of hosts that are not members are dead; -1 for none."""
@@ -214,7 +214,7 @@ class Tombstones:
         return len(self) < before
 
     def move(self, number: int) -> list[Tombstone]:
-        """Assign all tombstones to one round, and return them."""
+        """Assign all tombstones to one round, and return them, to be written anew in that round."""
         self._oldest_number = number
         self.newest_number = max(number, self.newest_number)
         moved: list[Tombstone] = []
@@ -260,19 +260,17 @@ class RosterWriter:
         self._is_running = False
 
     async def save(self) -> None:
-        """Return when the roster in its current state is durable."""
+        """Make the roster durable in its current state."""
         self._is_changed = True
         await asyncio.shield(self._join_round())
 
     async def settle(self) -> None:
-        """Return when all requested changes are durable."""
+        """Wait until all changes requested so far are durable."""
         if self._last is not None:
             await asyncio.shield(self._last)
 
     async def add(self, tombstones: Sequence[Tombstone]) -> None:
-        """Return when these tombstones are durable, in the round that ``number`` names at the
-        call.
-        """
+        """Make these tombstones durable, in the round that ``number`` names at the call."""
         self._tombstones += tombstones
         await asyncio.shield(self._join_round())
 

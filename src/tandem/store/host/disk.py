@@ -143,7 +143,8 @@ class DiskTier:
     async def open(self) -> None:
         """Read the bucket files. Torn records are skipped, corrupt buckets quarantined.
 
-        Raises: UnsupportedError if a later version wrote it; InternalError if it cannot be read.
+        Raises: UnsupportedError if a later version of the software wrote the folder; InternalError
+            if the folder cannot be read.
         """
         num_damaged = await self._tombstones.read()
         if num_damaged:
@@ -322,10 +323,10 @@ class DiskTier:
         await self._end(self._write_tombstones(tombstones))
 
     async def _end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a removal to its end, even if its caller is cancelled.
+        """Run a removal of records to its end, even if its caller is cancelled.
 
-        The records are in the index no more, while a restart would still find them. An order to
-        forget waits for all such work.
+        The index no longer has the records, while a restart would still find them. An order to
+        forget keys therefore waits for all such work.
         """
         await asyncio.shield(self._ending.spawn(work))
 
@@ -480,7 +481,10 @@ class DiskTier:
         self.on_change()
 
     async def _begin_bucket(self, least_bytes: int) -> Bucket:
-        """Seal the open bucket and make another. Evict buckets until there is room."""
+        """Seal the open bucket and make another. Evict buckets until there is room.
+
+        Raises: CapacityError (there is no room for a bucket, even after evictions).
+        """
         if self._open is not None:
             sealing, self._open = self._open, None
             await self._seal(sealing, sealing.used_bytes)

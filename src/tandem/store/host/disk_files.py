@@ -84,8 +84,7 @@ class DiskFolder:
             path: absolute path of the folder.
             engine: moves the bytes.
             marks: a folder on another disk. A file there that is named by the folder's id condemns
-                the
-                content: the buckets are removed before the folder is used.
+                the content: the buckets are removed before the folder is used.
 
         Raises: ConflictError (a live host has it; it is no such folder); PermissionDeniedError
             (folder or file open to others, or a link); UnsupportedError (a later version).

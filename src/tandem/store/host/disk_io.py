@@ -78,7 +78,9 @@ class DiskPort(Protocol):
         ...
 
     async def sync(self, number: int) -> None:
-        """Return when all bytes written to a bucket survive a crash of the machine."""
+        """Make all bytes written to a bucket durable, so that they survive a crash of the
+        machine.
+        """
         ...
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
@@ -156,7 +158,7 @@ class DiskIo:
             self.give_buffer(buffer)
 
     def give_buffer(self, buffer: DiskBuffer) -> None:
-        """Return a buffer to the pool, after the disk operation that still uses it."""
+        """Give a buffer back to the pool, once the disk operation that still uses it has ended."""
         task = self._busy.pop(id(buffer), None)
         if task is not None and not task.done():
             task.add_done_callback(lambda _: self.give_buffer(buffer))

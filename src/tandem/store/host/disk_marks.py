@@ -29,8 +29,10 @@ SUFFIX = ".bucket"
 
 
 def open_own_file(path: Path, flags: int) -> int:
-    """Open a file, and check that it is regular, owned by this user, closed to others, and no
-    link.
+    """Open a file, and check that it is a regular file, not a link, owned by this user and closed
+    to others. Return its descriptor.
+
+    Raises: PermissionDeniedError if it is not such a file; OSError if it cannot be opened.
     """
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     status = os.fstat(descriptor)
@@ -44,7 +46,10 @@ def open_own_file(path: Path, flags: int) -> int:
 
 
 def lock_folder(path: Path, descriptor: int, corruption: CorruptionLog) -> bytes:
-    """Lock an SSD folder and return its id. A new folder gets a random id."""
+    """Lock an SSD folder and return its id. A new folder gets a random id.
+
+    Raises: ConflictError (another host has the folder, or it is not a folder of an SSD tier).
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -103,7 +108,7 @@ def _keep_copy(path: Path, data: bytes) -> None:
 
 @contextmanager
 def explained(path: Path) -> Generator[None]:
-    """Turn OSError from the operating system into errors of tandem."""
+    """Turn an OSError raised inside the context into the TandemError that fits, naming ``path``."""
     try:
         yield
     except TandemError:

@@ -50,7 +50,9 @@ class RecordReader:
             self._io.give_buffer(buffer)
 
     async def check(self, offset: int, header: ExtentHeader) -> bool:
-        """Return True if table and value in the segment match the header's checksum."""
+        """Return True if the checksum table and the value in the segment match the header's
+        checksum.
+        """
         if header.size > OFF_LOOP_BYTES:
             return await asyncio.to_thread(self._segment.is_intact, offset, header)
         return self._segment.is_intact(offset, header)

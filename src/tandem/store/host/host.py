@@ -87,8 +87,8 @@ class HostPort(Protocol):
         ...
 
     def open_writer(self) -> int:
-        """Make a new write address for one writer, at which the segment begins; it is never
-        reused.
+        """Return a new address at which the segment begins for the writes of one client. No address
+        is given twice.
         """
         ...
 
@@ -412,7 +412,10 @@ class StoreHost:
     # nothing are plain functions, which need no task.
 
     def _obey(self, order: Order) -> None:
-        """Check an order: refuse it if its master is stale, or if it is late or repeated."""
+        """Check an order: refuse it if its master is stale, or if it is late or repeated.
+
+        Raises: ConflictError.
+        """
         if not self.segment.epoch <= order.epoch <= MAX_EPOCH or order.session != self._session:
             raise ConflictError(
                 "store.host",
@@ -502,8 +505,11 @@ class StoreHost:
     async def _fill(
         self, offset: int, header: ExtentHeader, work: Coroutine[Any, Any, None]
     ) -> Ack:
-        """Run ``work``, which brings an object into an extent, until it ends, the extent is wiped,
-        or the call is cancelled.
+        """Run ``work``, which brings an object into an extent. Cancel it if the extent is wiped or
+        the call is cancelled.
+
+        Raises: ConflictError if another such work runs for the extent; CancelledError; the errors
+            of ``work``.
         """
         if offset in self._pulls:
             work.close()

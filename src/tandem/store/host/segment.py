@@ -1,9 +1,8 @@
 """A host's memory: a file on tmpfs that outlives its process, with a header beside each object.
 
 Format: docs/design/store/store_formats.md. The file is 0600, in a 0700 folder of this user, locked
-    by
-its owner. Its pages are reserved before they are touched, so that a full file system raises an
-error instead of SIGBUS. Not thread-safe, except ``reserve_rest``.
+    by its owner. Its pages are reserved before they are touched, so that a full file system raises
+    an error instead of SIGBUS. Not thread-safe, except ``reserve_rest``.
 """
 
 import contextlib
@@ -232,7 +231,7 @@ class HostSegment:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    # The property below is the highest epoch of a master whose orders this host has executed.
+    # The property below is the highest epoch of all masters whose orders this host has executed.
 
     @property
     def epoch(self) -> int:
@@ -345,7 +344,10 @@ class HostSegment:
         self.seal(offset, header)
 
     def wipe(self, offset: int) -> None:
-        """Clear the header of the object at ``offset``, if there is one."""
+        """Clear the header of the object at ``offset``, if there is one.
+
+        Raises: ConfigError (the offset is outside of the segment).
+        """
         granule, misfit = divmod(offset, layout.GRANULE_BYTES)
         if misfit or not 0 <= granule < len(self._starts):
             raise ConfigError("store.wipe", f"offset {offset} is not in the segment")
@@ -369,6 +371,8 @@ class HostSegment:
 
         An intact header is still refused if its version has a higher epoch than any master seen
         here.
+
+        Raises: CorruptionError (no intact header, or one of too high an epoch).
         """
         usable = self.data[: self.usable_bytes]
         header = parse_object(usable, offset, self._home, offset) if offset >= 0 else None
@@ -427,7 +431,10 @@ class HostSegment:
         return layout.table_offset(key_bytes), end
 
     def is_intact(self, offset: int, header: ExtentHeader) -> bool:
-        """Return True if table and value of an extent match the checksums. Reads all of it."""
+        """Return True if table and value of an extent match the checksums. Reads all of it.
+
+        Raises: ConfigError (the extent is outside of the segment).
+        """
         key_bytes = len(header.key.encode())
         length = layout.extent_bytes(key_bytes, header.size)
         if not 0 <= offset <= self.usable_bytes - length:
@@ -443,7 +450,9 @@ class HostSegment:
 
 
 def _whole_file(kind: int) -> bytes:
-    """Return a packed ``struct flock`` of a lock on the whole file."""
+    """Return the packed ``struct flock`` of a lock of type ``kind`` (``F_RDLCK`` ...) on the whole
+    file.
+    """
     return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
 
 
@@ -487,6 +496,8 @@ def _open(
 
     A file that cannot be attached is replaced by a new one and never truncated: clients of its last
     owner may still map it, and a process that touches a page beyond the end is killed.
+
+    Raises: ConflictError (another host creates the file at the same moment).
     """
     for _ in range(4):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

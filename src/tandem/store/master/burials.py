@@ -20,7 +20,7 @@ MAX_TOMBSTONES = 200_000
 roster's store.
 """
 ALL_CONFIRMED = 2**63
-"""The value of ``HostSpace.unconfirmed_from`` of a host that holds no object under a tombstone."""
+"""Value of ``HostSpace.unconfirmed_from`` that means: the host needs no tombstone any more."""
 NAMED_HOSTS = 5
 """Number of hosts that an error message names."""
 LOOK_S = 0.05
@@ -55,7 +55,9 @@ class Burials:
 
     @property
     def is_blind(self) -> bool:
-        """True if a host may have copies that this master does not know of."""
+        """True if a host may have copies that this master does not know of, since it is absent or
+        has not sent its inventory.
+        """
         if not self.is_complete or self._state.awaited.is_learning:
             return True
         hosts = self._state.hosts.values()

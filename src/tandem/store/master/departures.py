@@ -27,10 +27,12 @@ class Departures:
     def __init__(self, state: StoreState) -> None:
         self._state = state
         self._removing: dict[str, asyncio.Future[Any]] = {}
-        """A future for each key that has removed objects, done when all their headers are wiped."""
+        """A future for each key that has removed objects; done when all headers of these objects
+        are wiped.
+        """
         self._replacing: dict[str, asyncio.Future[Any]] = {}
-        """The same futures without copies that no client has ever seen. A put of the key waits for
-        these.
+        """The futures of ``_removing`` for objects that a client may have seen. A put of the key
+        waits only for these.
         """
         self._leaving: dict[str, int] = {}
         """Number of headers that are not wiped yet, by key, of objects that clients may still read

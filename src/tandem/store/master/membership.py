@@ -331,7 +331,10 @@ class Membership:
         return host
 
     async def inventory(self, caller: Caller, page: InventoryPage) -> Ack:
-        """Take one page of a joining host's inventory."""
+        """Take one page of a joining host's inventory.
+
+        Raises: ConflictError (the page is not the next one).
+        """
         host = self._joining(caller, page.session)
         if page.page < host.num_pages:
             return Ack()  # A repeated copy of the page.
@@ -360,6 +363,8 @@ class Membership:
     async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
         """Apply a report of changes on a host's disk. The answer tells the host which stored
         records to keep.
+
+        Raises: ConflictError (the inventory is not complete, or a later report has come).
         """
         # Wait for running commits of the reported keys: a host may write an object to its disk
         # before this master has its answer to the seal order, when the directory does not list the
@@ -407,6 +412,8 @@ class Membership:
     async def inventory_done(self, caller: Caller, request: InventoryDone) -> Ack:
         """Note that a host's inventory is complete, and whether all writers of its earlier sessions
         are gone.
+
+        Raises: ConflictError (pages are missing).
         """
         host = self._joining(caller, request.session)
         if request.num_pages != host.num_pages:

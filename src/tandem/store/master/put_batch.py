@@ -48,7 +48,7 @@ class PutParts(NamedTuple):
 
 
 class Blob:
-    """The values or the checksum tables of a batch's objects, concatenated."""
+    """The concatenated values, or the concatenated checksum tables, of a batch's objects."""
 
     def __init__(self, data: bytes, sizes: Sequence[int], *, is_values: bool) -> None:
         self.is_values = is_values
@@ -64,7 +64,7 @@ class Blob:
         return b"".join(data[ends[i] - sizes[i] : ends[i]] for i in objects)
 
     def pick(self, objects: Sequence[int]) -> "Blob":
-        """Return a ``Blob`` of some objects only."""
+        """Return a ``Blob`` of the given objects only, in the given order."""
         return Blob(self.take(objects), [self._sizes[i] for i in objects], is_values=self.is_values)
 
 

@@ -2,8 +2,7 @@
 
 ``put_batch`` has the steps of a put. This module has the requests, and the handling of failed
 clients: a client is fenced off a host if its write fails there, if it disconnects, or if it takes
-    too
-long.
+    too long.
 """
 
 import logging

@@ -49,9 +49,9 @@ class Removals:
         return Kept(self._results.change(caller, request, lambda: self._remove_keys(request.keys)))
 
     def _begin(self) -> int:
-        """Return the version that separates current objects from those put while the removal waits.
+        """Return the highest version that the removal covers: objects of later versions stay.
 
-        Later objects stay: the removal's caller may have given up and put the key again.
+        They were put while the removal waited: its caller may have given up and put the key again.
         """
         return self._state.versions.newest
 

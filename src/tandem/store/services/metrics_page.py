@@ -28,7 +28,7 @@ class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing."""
+        """Log nothing, in place of a line for each request."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -102,14 +102,14 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Bounds and properties of numbers."""
+    """The constraints on a number: bounds, a divisor, and whether it is an integer."""
 
     low: Fraction | None = None
     is_low_open: bool = False
     high: Fraction | None = None
     is_high_open: bool = False
     factor: Fraction | None = None
-    """Number of which all are multiples; None: none."""
+    """Number of which the value is a multiple; None: any number."""
     is_integer: bool = False
     is_fractional: bool = False
     """True if integers are excluded."""

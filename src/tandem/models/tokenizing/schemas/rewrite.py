@@ -18,7 +18,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class Rewritten(NamedTuple):
-    """A rewritten schema."""
+    """A rewritten schema, and the keywords that it narrows."""
 
     schema: Any
     narrowed: tuple[str, ...]

@@ -197,7 +197,9 @@ class Solver:
         return self._found[key]
 
     def find_property(self, name: str, alternative: Alternative) -> Formula:
-        """Return the formula that the property of a name satisfies."""
+        """Return the formula that the value of a property with this name must satisfy; false if the
+        name is not allowed.
+        """
         self._spend(1)
         parts: list[Formula] = []
         for layer in alternative.properties:
@@ -210,7 +212,7 @@ class Solver:
         return all_of(parts)
 
     def find_item(self, index: int, alternative: Alternative) -> Formula:
-        """Return the formula that the item at a position satisfies."""
+        """Return the formula that the item at a position must satisfy."""
         return all_of(layer.at(index) for layer in alternative.items)
 
     def _spend(self, num_steps: int) -> None:

@@ -30,7 +30,7 @@ class Answering:
 
     @property
     def is_doubted(self) -> bool:
-        """True if an order timed out, and no order sent since has been answered."""
+        """True if an order timed out and none that was sent after it has been answered."""
         return self._doubted_s is not None
 
     def is_silent(self, now_s: float) -> bool:
@@ -66,8 +66,10 @@ class Answering:
         return True
 
     def doubt(self, now_s: float) -> bool:
-        """Note that the host did not answer, or that bytes did not reach it. Return True if the
-        host was not doubted before.
+        """Count the host as silent until it answers an order that is sent later: it did not answer,
+        or bytes did not reach it.
+
+        Returns: True if the host did not count as silent before.
         """
         is_new = self._doubted_s is None
         self._doubted_s = now_s

@@ -36,7 +36,7 @@ class Copies:
     def __init__(self, first: "array[int]") -> None:
         self.first = first
         self.host = array("H")
-        """Tag of each copy."""
+        """Tag of each copy: its host's number, with ``DISK`` added for a copy on disk."""
         self.offset = array("q")
         self.next = array("i")
         self.row = array("i")

@@ -60,7 +60,7 @@ class Drops:
 
     Args:
         host: the host's name.
-        ledger: of the host's space; borrowed.
+        ledger: the uses of the host's space; borrowed.
         order: sends an order to the host, like ``HostSpace.order``.
         spawn: runs a coroutine that ends with the session.
         on_space: called when space has become free.
@@ -139,7 +139,7 @@ class Drops:
                 self._finish_unwiped(dropped)
 
     def keep(self, offsets: Collection[int]) -> None:
-        """Forget all dropped objects except those at some offsets."""
+        """Forget all dropped objects except those at the given offsets."""
         self._drops = {offset: drop for offset, drop in self._drops.items() if offset in offsets}
 
     # The methods below wipe objects in the host's memory, and free their space.
@@ -177,8 +177,8 @@ class Drops:
         return None if dropped.is_wiped else dropped.going.done
 
     def free_leased(self, now_ms: int) -> None:
-        """Free the wiped extents whose last lease has ended, and end the waits for objects of lost
-        hosts that no lease covers any more.
+        """Free the wiped extents whose last lease has ended. For objects that a lost host did not
+        wipe, end the callers' waits once no lease on the host is left.
         """
         if self._unwiped:
             for _, going in [item for item in self._unwiped if item[0] <= now_ms]:
@@ -225,8 +225,8 @@ class Drops:
             going.end(count)
 
     def _finish_unwiped(self, dropped: _Drop) -> None:
-        """Handle a dropped object of an absent host: a client that still reaches the host may find
-        the header until its lease ends.
+        """End the wait for the wipe of an object whose host is absent, or prolong it: a client that
+        still reaches the host may find the header until its lease ends.
         """
         until_ms = min(dropped.free_at_ms, self._read_until_ms)
         if until_ms <= self._now_ms():

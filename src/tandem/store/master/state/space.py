@@ -90,7 +90,9 @@ class HostSpace:
         retired, or was missing when an administrator set the roster's floor.
         """
         self.unconfirmed_from = 0
-        """First round of tombstones whose objects the host may have."""
+        """Lowest round of tombstones whose dead objects the host may still have; ``ALL_CONFIRMED``
+        if none.
+        """
         self.purging: list[asyncio.Future[Any]] = []
         """Futures that are done when the dead objects of the host's inventory are wiped."""
         self.caller: Caller | None = None

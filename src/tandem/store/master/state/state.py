@@ -65,7 +65,7 @@ class StoreState:
         self.tasks = Tasks()
         self.awaited = Awaited(self.hosts, self.now_ms, self.tasks)
         self.copies: dict[str, CopyUnderWay] = {}
-        """Running copies by key."""
+        """Copies of objects that hosts are making now, by key."""
         self.committing: dict[str, asyncio.Future[None]] = {}
         """A future for each key that is being committed, done when the commit has ended."""
         self.space_freed = asyncio.Event()
@@ -123,7 +123,9 @@ class StoreState:
         return Extent(offset, layout.extent_bytes(key_bytes, self.directory.size(row)))
 
     def record_of(self, row: int, offset: int) -> ExtentRecords:
-        """Return the header that a copy of ``row`` at ``offset`` has, as columns of one row."""
+        """Return the header that the copy of ``row`` at ``offset`` has on its host, as a message
+        with one row.
+        """
         soft_ms = self.directory.soft_pinned_until_ms(row) - self.now_ms()
         header = ExtentHeader(
             self.directory.key(row),

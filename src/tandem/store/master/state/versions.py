@@ -34,7 +34,9 @@ class Versions:
         self._term = term
         self._counter = 0
         self._outbid: list[tuple[int, int]] = []
-        """Ranges of versions given in earlier epochs: above the first version, up to the second."""
+        """Ranges of versions given in lower epochs, before this master raised its epoch: (number
+        below the first version of the range, its last version).
+        """
 
     def take(self, count: int = 1) -> int:
         """Return the first of ``count`` consecutive versions, above all that were given before."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 __all__ = ["ALIVE", "VictimColumns", "Victims", "view"]
 
 ALIVE = 1
-"""The flags of an object without a hard pin."""
+"""Value of a row's flags if the row is in use and has no hard pin."""
 BATCH = 16_384
 """Number of candidates that one pass collects."""
 

@@ -33,7 +33,7 @@ class Writers:
 
     Args:
         host: the host's name.
-        ledger: of the host's space; borrowed.
+        ledger: the uses of the host's space; borrowed.
         order: sends an order to the host, like ``HostSpace.order``.
         spawn: runs a coroutine that ends with the session.
         on_space: called when space has become free.
