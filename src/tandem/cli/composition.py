@@ -1,4 +1,4 @@
-"""The parts of a server put together: `tandem serve` and ``tandem.llm.LLM`` both get them here."""
+"""The composition of a server from its parts, for `tandem serve` and ``tandem.llm.LLM``."""
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -45,11 +45,11 @@ __all__ = [
 ]
 
 ATTACH_TIMEOUT_S = 600.0
-"""For a launcher to be there; a machine may be starting."""
+"""Seconds to wait for a launcher to be reachable; its machine may still be starting."""
 
 
 class CheckedModel(NamedTuple):
-    """Files of a model that the settings fit, as far as that is cheap to tell."""
+    """The files of a model, checked against the settings as far as that is quick."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -57,17 +57,17 @@ class CheckedModel(NamedTuple):
 
 
 class Composition(NamedTuple):
-    """Parts that serve; ``compose`` owns them."""
+    """The parts of a running server; ``compose`` owns them."""
 
     engine: ClusterClient
     app: Starlette
-    """``state.context`` is its ``ServerContext``."""
+    """HTTP application; ``state.context`` is its ``ServerContext``."""
 
 
 def check_model(settings: Config) -> CheckedModel:
     """Find the model's files, before processes are started and weights are read.
 
-    Raises: ConfigError, and as ``resolve_folder`` and ``load_tokenizer``.
+    Raises: ConfigError; errors of ``resolve_folder`` and ``load_tokenizer``.
     """
     if settings.cluster.launchers:
         if settings.store.memory_bytes:
@@ -83,9 +83,9 @@ def check_model(settings: Config) -> CheckedModel:
 
 
 def check_files(settings: Config) -> tuple[Path, tuple[AdapterSource, ...]]:
-    """Return the folder of the model and its adapters.
+    """Return the folder of the model, and its adapters.
 
-    Raises: ConfigError, and as ``resolve_folder``.
+    Raises: ConfigError; errors of ``resolve_folder``.
     """
     check_store(settings.store)
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
@@ -101,7 +101,8 @@ def check_files(settings: Config) -> tuple[Path, tuple[AdapterSource, ...]]:
 
 
 def _check_context(engine: EngineConfig, values: dict[str, Any]) -> None:
-    """Refuse a context beyond the model's own, as far as its configuration names that plainly.
+    """Check that the context is not longer than the model's own, if its configuration states that
+    plainly.
 
     Raises: ConfigError.
     """
@@ -122,17 +123,18 @@ async def compose(
     lifecycle: Lifecycle | None = None,
     is_asleep: bool = False,
 ) -> AsyncIterator[Composition]:
-    """Start the instances, and the store of their own, and build the application over them.
+    """Start the instances, and their store if one is configured, and build the application over
+    them.
 
     Args:
-        settings: of the server.
-        model: of these settings.
-        launchers: one for each instance; borrowed.
-        log_level: of the processes started.
-        log_format: of the processes started.
-        on_stage: as of ``ClusterClient``.
-        lifecycle: as of ``build_app``.
-        is_asleep: as of ``ClusterClient``.
+        settings: settings of the server.
+        model: model of these settings, checked.
+        launchers: one for each instance; not owned.
+        log_level: log level of the started processes.
+        log_format: log format of the started processes.
+        on_stage: see ``ClusterClient``.
+        lifecycle: see ``build_app``.
+        is_asleep: see ``ClusterClient``.
     """
     async with contextlib.AsyncExitStack() as opened:
         opening = _open_common(settings, model.sources, log_level=log_level, log_format=log_format)
@@ -179,12 +181,12 @@ async def compose(
 async def compose_launcher(
     settings: Config, *, log_level: str, log_format: str
 ) -> AsyncIterator[LauncherService]:
-    """Start instances, and the store of their own, and serve their roster.
+    """Start instances, and their store if one is configured, and serve their roster to servers.
 
     Args:
-        settings: of the instances, with ``launcher.listen``.
-        log_level: of the processes started.
-        log_format: of the processes started.
+        settings: settings of the instances, with ``launcher.listen``.
+        log_level: log level of the started processes.
+        log_format: log format of the started processes.
     """
     endpoint = settings.launcher.listen
     folder, sources = check_files(settings)
@@ -226,7 +228,9 @@ async def compose_launcher(
 async def _open_common(
     settings: Config, sources: tuple[AdapterSource, ...], *, log_level: str, log_format: str
 ) -> AsyncIterator[tuple[InstanceSpec, StoreChild | None]]:
-    """Give the settings that all instances share, and the store that was started for them."""
+    """Give the settings that all instances share, and the store that was started for them, if
+    any.
+    """
     async with contextlib.AsyncExitStack() as opened:
         store, child = None, None
         if settings.store.memory_bytes:

@@ -1,8 +1,7 @@
-"""The root of the configuration, and the flags made from it.
+"""The root of the configuration, and the command-line flags generated from it.
 
-Every setting of every subsystem is a flag ``--section.name``; the few that everybody uses have a
-short name as well. No flag is written by hand: both come from the structs. ``--help`` shows the
-settings that people use, ``--help-all`` every one.
+Every setting is a flag ``--section.name``; a few frequent ones have a short name too. All flags are
+generated from the structs. ``--help`` shows frequent settings, ``--help-all`` all of them.
 """
 
 import functools
@@ -62,7 +61,7 @@ SHORT_NAMES = {
     "store.election.backend": "--election",
     "store.election.endpoints": "--etcd-endpoints",
 }
-"""Settings that have a second, short flag."""
+"""Short flags of settings that have a second flag."""
 
 SERVE_SETTINGS = frozenset(
     {
@@ -89,7 +88,7 @@ SERVE_SETTINGS = frozenset(
         "store.master",
     }
 )
-"""Settings of a server that people use; ``--help`` shows these and ``--help-all`` every one."""
+"""Settings of a server that ``--help`` shows; ``--help-all`` shows all."""
 
 PLAN_SETTINGS = frozenset(
     {
@@ -106,7 +105,7 @@ PLAN_SETTINGS = frozenset(
         "cluster.unified",
     }
 )
-"""The same of what decides a plan; ``tandem plan`` takes every setting of a server."""
+"""Settings that ``tandem plan --help`` shows; it takes every setting of a server."""
 LAUNCH_SETTINGS = frozenset(
     {
         *(path for path in SERVE_SETTINGS if not path.startswith("server.")),
@@ -115,7 +114,7 @@ LAUNCH_SETTINGS = frozenset(
         "cluster.secret_file",
     }
 ) - {"cluster.launchers", "hub.file"}
-"""The same for a launcher of instances."""
+"""Settings that ``tandem cluster launch --help`` shows."""
 
 STORE_SETTINGS = frozenset(
     {
@@ -131,13 +130,13 @@ STORE_SETTINGS = frozenset(
         "store.election.backend",
     }
 )
-"""The same for the processes and clients of a store."""
+"""Settings that the help of ``tandem store`` commands shows."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The user's settings, before anything is decided."""
+    """The user's settings, in which automatic values are not decided yet."""
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     hub: HubConfig = msgspec.field(default_factory=HubConfig)
@@ -161,12 +160,12 @@ def load_config(
     """Merge defaults, file, environment and flags.
 
     Args:
-        file: the YAML file of ``--config``.
-        flags: values by flag parameter, as ``with_config_flags`` hands them over; None is unset.
-        model: the positional argument MODEL, the strongest origin of ``model.path``.
-        foreign: settings by path from flags of other servers, each with the flag and its value.
+        file: YAML file of ``--config``.
+        flags: values by flag parameter, from ``with_config_flags``; None: not given.
+        model: positional argument MODEL, which overrides all other origins of ``model.path``.
+        foreign: by path of the setting, a flag of another server that sets it, and its value.
 
-    Raises: ConfigError naming the setting and its origin.
+    Raises: ConfigError, which names the setting and its origin.
     """
     given: dict[str, tuple[str, Any]] = {}
     for field in list_fields(Config):
@@ -188,7 +187,9 @@ def load_config(
 
 
 def find_flag(path: str) -> str | None:
-    """Return the flag of a setting, the short one if there is one; None if there is no setting."""
+    """Return the flag of a setting, the short one if it has one; None if there is no such
+    setting.
+    """
     fields = {field.path: field.flag for field in list_fields(Config)}
     return SHORT_NAMES.get(path, fields.get(path))
 
@@ -196,11 +197,11 @@ def find_flag(path: str) -> str | None:
 def with_config_flags(
     shown: frozenset[str], more: Sequence[inspect.Parameter] = ()
 ) -> Callable[[F], F]:
-    """Give a command one option per setting; it receives them as ``**flags``.
+    """Return a decorator that gives a command one option per setting, received as ``**flags``.
 
     Args:
-        shown: paths of the settings that ``--help`` lists; ``--help-all`` lists the others too.
-        more: further options, which it receives the same way.
+        shown: paths of the settings that ``--help`` lists; ``--help-all`` lists all.
+        more: further options, received in the same way.
     """
 
     def decorate(function: F) -> F:
@@ -284,9 +285,9 @@ def _make_parameter(field: ConfigField, shown: frozenset[str]) -> inspect.Parame
 
 
 def check_store(store: StoreConfig) -> None:
-    """Refuse settings of the store that would be ignored.
+    """Check that no settings of the store would be ignored.
 
-    Raises: ConfigError.
+    Raises: ConfigError (one would be).
     """
     if store.memory_bytes and store.master:
         raise ConfigError(

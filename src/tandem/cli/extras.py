@@ -1,6 +1,6 @@
-"""Optional packages that a command needs.
+"""The check for optional packages that a command needs.
 
-Every command imports this module, so that it imports the configuration only where it is used.
+Every command imports this module, so it imports the configuration only when needed.
 """
 
 import re
@@ -14,9 +14,9 @@ DISTRIBUTION = "tandem-llm"
 
 
 def require_extra(extra: str, *packages: str) -> None:
-    """Prepare the process for torch; refuse a command whose packages are not installed.
+    """Prepare the process for torch, and check that a command's packages are installed.
 
-    Raises: UnsupportedError: names them and the extra that brings them.
+    Raises: UnsupportedError (names the missing packages and the extra that installs them).
     """
     from tandem.core.config import let_idle_threads_sleep
 
@@ -27,7 +27,7 @@ def require_extra(extra: str, *packages: str) -> None:
 
 
 def require_serve() -> None:
-    """Do as ``require_extra``, for commands that start a server.
+    """Check that the packages of a server are installed; see ``require_extra``.
 
     Raises: UnsupportedError.
     """
@@ -35,19 +35,21 @@ def require_serve() -> None:
 
 
 def describe_missing(error: ModuleNotFoundError) -> str | None:
-    """Return a line about a module that an extra would bring; None if none would."""
+    """Return a line about a missing module that an extra would install; None if none would."""
     package = (error.name or "").partition(".")[0]
     extra = _find_extra(package)
     return None if extra is None else f"[cli.import] {describe_extra(package, extra)}"
 
 
 def describe_extra(packages: str, extra: str) -> str:
-    """Return which packages are not installed, and what brings them."""
+    """Return a line that names the missing packages and the extra that installs them."""
     return f"{packages} not installed: pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def _find_extra(package: str) -> str | None:
-    """Return the first extra of ours whose requirements have a package, by its import's name."""
+    """Return the first of our extras that installs a package with this import name; None if none
+    does.
+    """
     import importlib.metadata
 
     try:

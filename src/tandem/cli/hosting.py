@@ -1,4 +1,4 @@
-"""``tandem serve --hub.file``: several models behind one address."""
+"""``tandem serve --hub.file``: serve several models behind one address."""
 
 import asyncio
 import contextlib
@@ -74,12 +74,13 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
 async def compose_models(
     settings: Config, *, log_level: str, log_format: str
 ) -> "AsyncIterator[tuple[ModelHub, ModelFront]]":
-    """Build an application for each model of ``hub.file``, and the one before them.
+    """Build an application for each model of ``hub.file``, and the one that passes requests to
+    them.
 
     Args:
-        settings: of the server, and of every model as far as the file says nothing else.
-        log_level: of the processes started.
-        log_format: of the processes started.
+        settings: settings of the server, and of each model unless the file overrides them.
+        log_level: log level of the started processes.
+        log_format: log format of the started processes.
     """
     from tandem.cli.composition import check_model, compose
     from tandem.server.hub.front import ModelFront
@@ -122,9 +123,9 @@ async def compose_models(
 
 
 def _overlay(settings: Config, name: str, spec: HostedSpec) -> Config:
-    """Return the settings of one model.
+    """Return the settings of one model: those of the server, overridden by the file's.
 
-    Raises: ConfigError (the file's are none).
+    Raises: ConfigError (the file's settings are invalid).
     """
     values = merge_settings(msgspec.to_builtins(settings), spec.settings)
     forced = {
@@ -140,7 +141,7 @@ def _overlay(settings: Config, name: str, spec: HostedSpec) -> Config:
 
 
 def _estimate(folder: Path, settings: Config) -> int:
-    """Return what a model needs by its files, and the KV that is asked for."""
+    """Return the bytes that a model needs: the size of its files plus the configured KV cache."""
     sizes = [
         path.stat().st_size
         for pattern in WEIGHT_FILES

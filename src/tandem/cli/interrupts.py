@@ -1,9 +1,9 @@
-"""Ctrl-C ends a command: one line on standard error, status 130, within a second, no traceback.
+"""Ctrl-C ends a command within a second: one line on standard error, status 130, no traceback.
 
-Python raises KeyboardInterrupt in the main thread, once that runs Python again; ``finally`` blocks
-and contexts then clean up. They are given ``GRACE_S``: a thread, which also hears of the signal
-while the main thread computes in native code, then ends the process. Within an import it ends at
-once. What children it leaves end by themselves when their standard input, or their parent, does.
+Python raises KeyboardInterrupt in the main thread when that next runs Python code, and ``finally``
+blocks and contexts clean up. They have ``GRACE_S`` for it. Then a thread ends the process; it hears
+of the signal even while the main thread computes in native code. During an import the process ends
+at once. Child processes end by themselves when their standard input or their parent does.
 """
 
 import contextlib
@@ -21,26 +21,26 @@ from typing import NoReturn
 __all__ = ["STATUS", "end_interrupted", "handle_interrupts", "keep_interrupts"]
 
 GRACE_S = 0.5
-"""For what a command undoes when it is interrupted."""
+"""Seconds that an interrupted command has for cleaning up."""
 _IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 STATUS = 130
-"""The same as shells say it: 128 and the signal's number."""
+"""Exit status of an interrupted command, as in shells: 128 plus the signal's number."""
 
 
 class _State:
     num_keepers = 0
     kept_s = -math.inf
-    """The moment at which an interrupt was last left to a keeper, monotonic seconds."""
+    """Time at which ``keep_interrupts`` last handled an interrupt, monotonic seconds."""
     is_interrupted = False
     is_told = False
 
 
 @contextlib.contextmanager
 def handle_interrupts() -> Iterator[None]:
-    """Handle Ctrl-C within the context, which a command runs in; outside, it ends the process.
+    """End the process with one line and ``STATUS`` if Ctrl-C comes while the context is open.
 
-    Where SIGINT is ignored, as for background commands of a shell, or not on the main thread,
-    nothing is done.
+    Does nothing if SIGINT is ignored, as for background commands of a shell, or outside the main
+    thread.
     """
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -73,7 +73,7 @@ def handle_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_interrupts() -> Iterator[None]:
-    """Leave Ctrl-C to the context, which catches KeyboardInterrupt: the command goes on."""
+    """Let the context handle Ctrl-C by catching KeyboardInterrupt, so that the command goes on."""
     _State.num_keepers += 1
     try:
         yield
@@ -82,11 +82,11 @@ def keep_interrupts() -> Iterator[None]:
 
 
 def end_interrupted() -> NoReturn:
-    """Write the line and exit; if that takes long, the thread ends the process."""
+    """Print the line and exit with ``STATUS``; if that takes long, the thread ends the process."""
     _tell()
     # Python remembers that an `exec` of text (dataclasses use it) ended in KeyboardInterrupt, and
-    # would then die of the signal at its end instead of exiting with this status; the next `exec`
-    # clears that.
+    # would die of the signal at its end instead of exiting with this status. Another `exec` clears
+    # that.
     exec("")  # noqa: S102
     sys.exit(STATUS)
 
@@ -129,7 +129,9 @@ def _raise(_: int, frame: FrameType | None) -> None:
 
 
 def _watch(reader: socket.socket, ended: threading.Event) -> None:
-    """End the process if an interrupt has not ended the context, nor been kept, in ``GRACE_S``."""
+    """End the process ``GRACE_S`` after an interrupt, unless the context has ended or has handled
+    it.
+    """
     with reader:
         while data := reader.recv(1):
             heard_s = time.monotonic()

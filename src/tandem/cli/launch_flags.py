@@ -1,8 +1,8 @@
-"""Flags of SGLang's and KTransformers' launch lines, which ``tandem serve`` takes too.
+"""Flags of SGLang's and KTransformers' launch commands, which ``tandem serve`` accepts too.
 
-Each is one of three: mapped to a setting of ours; settled, where what it asks for is so here
-anyway, which is said; or refused, with the reason and the setting that does it here. None is
-passed over in silence. They do not stand in ``--help``: whoever has such a line has it from there.
+Each flag is either mapped to a setting; or settled, if what it asks for is always so here, which is
+printed; or refused, with the reason and the setting to use instead. None is ignored silently. They
+are not in ``--help``, because who uses them has them from an existing command.
 """
 
 import inspect
@@ -18,7 +18,7 @@ __all__ = ["LAUNCH_FLAGS", "LaunchFlag", "Translation", "make_launch_parameters"
 
 PREFIX = "launch__"
 BLOCK_TOKENS = 64
-"""Tokens of a block where nobody says otherwise."""
+"""Default number of tokens of a block."""
 EXPERT_FORMATS = {
     "AMXINT4": "int4",
     "AMXINT8": "int8",
@@ -32,33 +32,37 @@ EXPERT_FORMATS = {
     "MXFP4": "auto",
     "MXFP8": "auto",
 }
-"""``--kt-method`` to the format of routed experts; native ones stay as the checkpoint has them."""
+"""Weight format of routed experts by value of ``--kt-method``; native methods keep the
+checkpoint's."""
 
 FOUND = "cores and NUMA nodes are found from affinity and quota"
 
 
 class LaunchFlag(NamedTuple):
-    """One foreign flag: what it takes, and what becomes of it."""
+    """A flag of another server: its argument, and how it is treated."""
 
     names: tuple[str, ...]
     kind: Literal["mapped", "settled", "refused"]
     target: str
-    """The setting that it is mapped to, why it is settled, or why it is refused and what does it
-    here."""
+    """For a mapped flag, the setting; for a settled one, the reason; for a refused one, the reason
+    and what to use instead."""
     has_value: bool = True
     convert: Callable[[str, Mapping[str, str]], str] | None = None
-    """The conversion of a mapped flag: our setting's value from the flag's and all given ones."""
+    """For a mapped flag: returns the setting's value, given the flag's value and all given
+    flags."""
     harmless: tuple[str, ...] = ()
-    """Values with which a refused flag asks for nothing."""
+    """Values with which a refused flag asks for nothing, so that it is accepted."""
 
     @property
     def parameter(self) -> str:
-        """Name under which a command receives it."""
+        """Name of the parameter by which a command receives it."""
         return PREFIX + self.names[0].removeprefix("--").replace("-", "_")
 
 
 class Translation(NamedTuple):
-    """Settings by path, each with the flag that it came from and its value, and notes."""
+    """The settings by path, each with the flag that set it and the value; and notes for the
+    user.
+    """
 
     settings: dict[str, tuple[str, str]]
     notes: list[str]
@@ -243,13 +247,13 @@ def make_launch_parameters() -> list[inspect.Parameter]:
 
 
 def translate(arguments: dict[str, Any], *, model: str | None) -> Translation:
-    """Take foreign flags out of a command's arguments; return what they are here.
+    """Remove other servers' flags from a command's arguments; return the settings that they mean.
 
     Args:
-        arguments: of the command; the foreign ones are removed.
-        model: the positional MODEL, which ``--model`` must not contradict.
+        arguments: arguments of the command; the flags are removed from it.
+        model: positional argument MODEL, which ``--model`` must not contradict.
 
-    Raises: ConfigError: a flag is refused, contradicts another, or has a wrong value.
+    Raises: ConfigError (a flag is refused, contradicts another, or has a wrong value).
     """
     given: dict[str, str] = {}
     for flag in LAUNCH_FLAGS:

@@ -1,4 +1,4 @@
-"""The ``tandem`` command line: the list of commands, and how an error ends one."""
+"""The ``tandem`` command: the list of its commands, and how an error ends one."""
 
 import importlib
 import os
@@ -18,12 +18,14 @@ __all__ = ["app", "main"]
 
 
 class _Entry(NamedTuple):
-    """A line of the list of commands."""
+    """An entry of the list of commands."""
 
     path: str
-    """``module:function``, or to the application of a group; imported when it is called."""
+    """``module:function`` of the command, or of a group's application; imported when it is
+    called."""
     help: str
-    """First sentence of its docstring, as a test sees to: the list imports no command."""
+    """First sentence of the command's docstring, repeated here so that the list imports no command;
+    a test compares them."""
 
 
 COMMANDS = {
@@ -92,14 +94,14 @@ COMMANDS = {
     "config": _Entry("tandem.cli.commands.config_show:app", "Look at the configuration."),
     "store": _Entry("tandem.cli.commands.store:app", "Keep objects in the memory of many hosts."),
 }
-"""The commands, in the order of the list."""
+"""Commands by name, in the order of the list."""
 
 UsageError: Any = typer.BadParameter.__mro__[1]
-"""The error of the parser below typer, which has been click and a copy of it."""
+"""Base class of the parser's errors in typer, which are click's or those of a copy of click."""
 
 
 class _Loaded(MutableMapping[str, Any]):
-    """The commands by name, each made when it is looked up."""
+    """A mapping of the commands by name that makes each one when it is looked up."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -130,7 +132,7 @@ class _Loaded(MutableMapping[str, Any]):
 
 
 class _Commands(typer.core.TyperGroup):
-    """A group that imports a command when it is called, not when it is listed."""
+    """A group of commands that imports a command when it is called, not when it is listed."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -141,14 +143,14 @@ class _Commands(typer.core.TyperGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the line of a list: a command with its name and help alone."""
+        """Return a stand-in for a command, with its name and help only, for the list."""
         entry = COMMANDS.get(cmd_name)
         if entry is None:
             return None
         return typer.core.TyperCommand(cmd_name, help=entry.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Return the command that is called, imported."""
+        """Return the command that is called, after importing it."""
         name, listed, rest = super().resolve_command(ctx, args)
         if listed is None or listed.name is None:
             return name, None, rest
@@ -173,11 +175,13 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    """Typer makes a group of an application with a callback."""
+    """Do nothing: a callback makes typer treat the application as a group of commands."""
 
 
 def main() -> None:
-    """Run a command; an error that a user can cause is one line on standard error and status 1."""
+    """Run a command. An error that a user can cause gives one line on standard error and status
+    1.
+    """
     configure_logging("tandem", LogLevel.WARNING)
     try:
         with handle_interrupts():
@@ -210,7 +214,7 @@ def main() -> None:
 
 
 def _name_flag(error: Exception) -> str:
-    """Return the flag of the setting at fault, where the message names it otherwise."""
+    """Return a suffix that names the flag of the wrong setting, if the message does not name it."""
     field = error.field if isinstance(error, TandemError) else None
     if field is None or "." not in field:
         return ""
@@ -221,7 +225,7 @@ def _name_flag(error: Exception) -> str:
 
 
 def _show_usage_error(error: Any) -> None:
-    """Write the line about words that the parser does not take, or the help if there are none."""
+    """Print the parser's error in one line, or the help if there were no arguments."""
     context = error.ctx
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stdout.write(error.format_message() + "\n")

@@ -15,20 +15,22 @@ from rich.text import Text
 __all__ = ["JsonFlag", "format_bytes", "print_json", "print_next", "print_table", "show_work"]
 
 PIPED_WIDTH = 4096
-"""Columns where no terminal says how many there are: wide enough not to wrap a key of a store."""
+"""Width of a table in columns if there is no terminal: wide enough not to wrap a key of a store."""
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def print_json(value: Any) -> None:
-    """Write ``value`` (structs included) as one indented JSON document."""
+    """Print ``value`` (structs included) as one indented JSON document."""
     text = msgspec.json.format(msgspec.json.encode(value), indent=2)
     sys.stdout.write(text.decode() + "\n")
 
 
 @contextmanager
 def show_work(what: str) -> Iterator[None]:
-    """Show on a terminal, on standard error, that work without a length goes on; then erase it."""
+    """Show a spinner on standard error, if it is a terminal, while the block runs; then erase
+    it.
+    """
     if not sys.stderr.isatty():
         yield
         return
@@ -37,13 +39,13 @@ def show_work(what: str) -> Iterator[None]:
 
 
 def print_next(*words: object, why: str = "") -> None:
-    """Write the command that uses a result, quoted for a shell, to standard error.
+    """Print a command that uses the result, quoted for a shell, to standard error.
 
-    Standard output has the result alone, which a script may read.
+    Standard output has the result only, which a script may read.
 
     Args:
-        words: of the command; those in capitals are for the user to replace.
-        why: what the command does, where its name does not say so.
+        words: words of the command; the user is to replace those in capitals.
+        why: purpose of the command, if its name does not tell.
     """
     command = shlex.join(str(word) for word in words)
     line = _escape(f"next: {command}{why and f', {why}'}")
@@ -52,10 +54,10 @@ def print_next(*words: object, why: str = "") -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title: str = "") -> None:
-    """Write a table that fits the terminal; piped output is not cut.
+    """Print a table that fits the terminal; piped output is not cut.
 
-    Cells are text: rich's markup and names of emoji in them mean nothing, and what a terminal would
-    take for a command is escaped.
+    Cells are plain text: rich's markup and emoji names in them have no effect, and control
+    characters are escaped.
     """
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     table = Table(*columns, title=title or None, title_justify="left", box=None, pad_edge=False)
@@ -65,14 +67,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], title:
 
 
 def _escape(text: str) -> str:
-    """Return text in which what cannot be printed stands as in a Python literal."""
+    """Return text with unprintable characters escaped as in a Python literal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Return a size in its largest fitting binary unit, three digits."""
+    """Return a size with three digits in the largest binary unit that fits."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.{0 if size_bytes % unit == 0 else 1}f} {name}"

@@ -1,15 +1,16 @@
-"""Admission: whether the times that a request was promised can be kept. Pure; time is an argument.
+"""Admission: it rejects requests whose latency objectives are predicted to be missed. Pure.
 
-``early`` compares the predicted time to first token and the present time between tokens with the
-request's objectives. Its answer on decoding is one prefill too old: while prompts are computed,
-decode instances look idle, all come in, and then all are refused. ``predicted`` looks at the
-decodes that there will be when the request's own first token comes: those whose first token is
-predicted before that, without those that will have decoded for the mean time (Mooncake, arXiv
-2407.00079v3, section 7).
+Mode ``early`` compares the predicted time to first token, and the present time between tokens, with
+the request's objectives. Its view of decoding is out of date by the time of one prefill: while
+prompts are computed, decode instances look idle, so that too many requests are accepted, and then
+all are rejected. Mode ``predicted`` uses the number of decodes at the time of the request's own
+first token: those whose first token is predicted before that, minus those that will have decoded
+for the mean decoding time (Mooncake, arXiv 2407.00079v3, section 7).
 
-An accepted request is a promise, so a prediction is multiplied by how far predictions have lately
-been exceeded, and a request is refused as well if others that were accepted before would miss their
-time between tokens. What is scarce goes to whoever has had less than a fair share.
+An accepted request is a promise, so predictions are multiplied by a margin, by which real times
+have lately exceeded them. A request is also rejected if requests accepted before it would miss
+their time between tokens. Under scarcity, clients that have had less than their fair share come
+first. Time is an argument.
 """
 
 import math
@@ -43,7 +44,7 @@ DECODE_MEMORY = 0.95
 """Weight of the old mean when an ended request updates the mean decoding time."""
 BUCKET_S = 0.1
 NUM_BUCKETS = 4096
-"""Buckets of a tenth of a second in the ring that counts begins of decodes, some seven minutes."""
+"""Number of tenths of a second in the ring that counts starts of decodes, about seven minutes."""
 
 
 class Forecast(NamedTuple):
@@ -62,12 +63,12 @@ class Forecast(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """The reason why a request is not accepted.
+    """The reason why a request is rejected.
 
     Attributes:
-        what: in words, with the figures.
+        what: the reason in words, with figures.
         reason: ``ttft``, ``tpot`` or ``share``.
-        retry_after_s: whole seconds after which it may be.
+        retry_after_s: whole seconds after which it may be accepted.
     """
 
     what: str
@@ -92,7 +93,7 @@ class _Accepted:
 
 
 class _Shares:
-    """The work that each client was given lately."""
+    """The recent work of each client, in decayed sums."""
 
     def __init__(self) -> None:
         self._work: dict[str, tuple[float, float, float]] = {}
@@ -100,7 +101,7 @@ class _Shares:
         weight."""
 
     def add(self, client: str, weight: float, work: float, now_s: float) -> None:
-        """Count work of a client."""
+        """Add work done for a client."""
         self._work[client] = (self._read(client, now_s) + work, now_s, weight)
 
     def has_excess(self, client: str, weight: float, now_s: float) -> bool:
@@ -145,10 +146,10 @@ class _Promises:
 
 
 class Admission:
-    """Policy that accepts or rejects requests and learns from their outcomes.
+    """The policy that accepts or rejects requests, and learns from their real times.
 
     Args:
-        mode: none accepts all.
+        mode: ``none`` (accept all), ``early`` or ``predicted``.
     """
 
     def __init__(self, mode: AdmissionMode = "none") -> None:
@@ -163,7 +164,7 @@ class Admission:
         self._promises = _Promises()
         self._live: OrderedDict[str, _Accepted] = OrderedDict()
         self._begun: npt.NDArray[np.int64] = np.zeros(NUM_BUCKETS, np.int64)
-        """Ring of counts: decodes by the tenth of a second in which they begin."""
+        """Ring of counts: number of decodes that begin in each tenth of a second."""
         self._newest = 0
         self._mean_decode_s = FIRST_DECODE_S
         self._mean_tokens = 1.0
@@ -186,8 +187,8 @@ class Admission:
 
         Args:
             question: the request.
-            forecast: of its times, by ``foresee``.
-            now_s: monotonic.
+            forecast: its predicted times, from ``foresee``.
+            now_s: monotonic seconds.
         """
         slo = question.slo
         if self.mode == "none" or (slo.ttft_s is None and slo.tpot_s is None):
@@ -230,7 +231,7 @@ class Admission:
         return Rejection(f"{what}: try again in {retry_s} s", reason, retry_s)
 
     def note_accepted(self, question: Question, forecast: Forecast, now_s: float) -> None:
-        """Count an accepted request in the shares, and remember what was predicted for it."""
+        """Add an accepted request to its client's work, and remember its predicted times."""
         self._shares.add(
             question.client, question.weight, question.prompt_len + question.max_tokens, now_s
         )
@@ -258,7 +259,9 @@ class Admission:
             accepted.decode = decode
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
-        """Update the forecast and the margin of predictions with the real time to first token."""
+        """Update the forecast of decodes and the margin with a request's real time to first
+        token.
+        """
         accepted = self._live.get(request_id)
         if accepted is None or accepted.first_s is not None:
             return
@@ -311,7 +314,9 @@ class Admission:
             self._begun[bucket % NUM_BUCKETS] += change
 
     def _advance(self, newest: int) -> None:
-        """Move the ring forward, so that it reaches half its length into past and future."""
+        """Move the ring forward in time, so that half of it lies in the past and half in the
+        future.
+        """
         if newest - self._newest >= NUM_BUCKETS:
             self._begun[:] = 0
         else:
@@ -320,10 +325,11 @@ class Admission:
         self._newest = max(newest, self._newest)
 
     def count_decodes(self, at_s: float, now_s: float) -> float:
-        """Return how many accepted requests will decode at a moment.
+        """Return how many accepted requests will decode at time ``at_s``, if each decodes for the
+        mean time.
 
-        Each decodes for the mean time. Of those that already have for longer, which is common where
-        answers differ in length, a part will have ended that grows with time.
+        Requests that have decoded for longer already, as is common if answers differ in length,
+        count with a share that falls with time.
         """
         expected = self._count_begun(at_s, at_s)
         num_overdue = len(self._live) - self._count_begun(now_s, math.inf)
@@ -345,7 +351,9 @@ class Admission:
         return int(np.sum(self._begun[buckets]))
 
     def _forecast_tpot(self, fleet: Fleet, tpot_s: float, at_s: float, now_s: float) -> float:
-        """Predict the mean time between tokens of the decodes that will run at a moment."""
+        """Predict the mean time between tokens at time ``at_s``, from the decodes that will run
+        then.
+        """
         rows = fleet.is_serving & (fleet.role == DECODE)
         if not rows.any():
             rows = fleet.is_serving & (fleet.role != PREFILL)

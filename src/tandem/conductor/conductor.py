@@ -1,9 +1,9 @@
-"""The conductor: takes in what happens in the fleet, and answers where a request goes.
+"""The conductor: it records events of the instances, and decides where a request goes.
 
-A policy only compares instances. Which may be compared at all, whether a request gets a pair or
-one instance, and when blocks may be read early is decided here, the same for every policy. All
-state is columns and maps that events keep current, so that a decision costs the same whatever is
-queued. Pure and single-threaded.
+A policy only compares instances. This class decides, for all policies alike, which instances may be
+compared, if a request gets a prefill and a decode instance or one for both, and when KV may be read
+before the prefill has ended. All state is columns and maps that events keep current, so the cost of
+a decision does not depend on the number of queued requests. Pure and single-threaded.
 """
 
 import math
@@ -42,9 +42,9 @@ from tandem.core.wire import GROWTH_BLOCKS, StepRecord
 __all__ = ["Candidate", "Conductor", "Decision"]
 
 MAX_CANDIDATES = 8
-"""Instances that a decision names, best first."""
+"""Largest number of instances that a decision lists, best first."""
 MAX_EXPECTED = 1 << 18
-"""Keys of blocks remembered as expected: instances were asked to compute them."""
+"""Number of block keys remembered as expected: blocks that instances were asked to compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class Candidate:
 
     instance: str
     prefix_len: int
-    """Tokens of the prompt whose KV the instance holds or loads, so that it need not compute them.
-    """
+    """Number of prompt tokens whose KV the instance has or can load, so that it need not compute
+    them."""
     transfer_s: float
     queue_s: float
     prefill_s: float
@@ -66,15 +66,15 @@ class Candidate:
 
 
 class Decision:
-    """The answer for one request.
+    """The answer to a question where to run a request.
 
     Args:
-        route: None: wait until another instance serves.
-        names: of instances that were compared for the prompt, the chosen one first.
-        parts: times predicted for them.
-        tpot_s: predicted time between tokens where it decodes; None: not known yet.
-        decode: the instance that is to decode it, even if the route does not name it yet.
-        rejection: why it is not accepted; there is no route then.
+        route: the instances; None: wait until another instance serves.
+        names: names of the instances compared for the prompt, the chosen one first.
+        parts: their predicted times to first token.
+        tpot_s: predicted time between tokens on the decode instance, seconds; None: not known yet.
+        decode: the instance that is to decode, even if the route does not name it yet.
+        rejection: reason why the request is rejected; there is no route then.
     """
 
     __slots__ = ("_names", "_parts", "decode", "rejection", "route", "tpot_s")
@@ -94,7 +94,7 @@ class Decision:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The instance that computes the prompt; None: none is asked to."""
+        """The instance chosen to compute the prompt; None if none was compared."""
         return self._describe(0) if self._names else None
 
     @property
@@ -115,7 +115,7 @@ class Decision:
 
 
 class Conductor:
-    """Places the requests of a cluster.
+    """The placement of a cluster's requests.
 
     Args:
         policy: compares instances.
@@ -129,15 +129,17 @@ class Conductor:
         self.roles = RoleBalance()
         """The balance of roles, which decides if an instance should change its role."""
         self.directory = PrefixDirectory()
-        """Blocks that instances say they hold."""
+        """Blocks that instances have, as they report."""
         self.group = PrefixDirectory()
-        """Blocks with a window or a state, as far as instances have groups of layers."""
+        """Blocks at whose end an instance has the window or a state, for models that need these to
+        reuse a prefix."""
         self.stored = PrefixDirectory()
-        """Blocks that the store holds, all in row 0."""
+        """Blocks that the store has, all recorded as row 0."""
         self._expected = ExpectedBlocks(MAX_EXPECTED)
-        """Blocks that instances were asked to compute or to read."""
+        """Blocks that instances were asked to compute or to read, and will soon have."""
         self._expected_group = ExpectedBlocks(MAX_EXPECTED)
-        """The last expected blocks of each prompt, after which windows and states will be kept."""
+        """The last blocks of prompts that instances were given, at whose ends windows and states
+        will be kept."""
         self._estimators: dict[int, StepEstimator] = {}
 
     # ---------------------------------------------------------------- events
@@ -154,11 +156,11 @@ class Conductor:
         self._forget(row)
 
     def serve(self, ref: InstanceRef, facts: InstanceFacts) -> None:
-        """Record that a run of an instance serves. It holds no blocks and has no load yet."""
+        """Record that a new run of an instance serves; it has no blocks and no load."""
         self._forget(self.fleet.serve(ref, facts))
 
     def stop(self, name: str) -> None:
-        """Record that an instance does not serve any more."""
+        """Record that an instance no longer serves."""
         self.fleet.stop(name)
 
     def set_role(self, name: str, role: InstanceRole) -> None:
@@ -166,11 +168,11 @@ class Conductor:
         self.fleet.set_role(name, role)
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
-        """Set if an instance is draining, that is takes no new requests."""
+        """Set if an instance is draining, which means that it gets no new requests."""
         self.fleet.set_draining(name, is_draining=is_draining)
 
     def is_draining(self, name: str) -> bool:
-        """Return True if an instance is draining, that is takes no new requests."""
+        """Return True if an instance is draining, which means that it gets no new requests."""
         row = self.fleet.find(name)
         return row is not None and bool(self.fleet.is_draining[row])
 
@@ -185,7 +187,9 @@ class Conductor:
             self.fleet.set_load(row, load)
 
     def note_steps(self, name: str, steps: Iterable[StepRecord]) -> None:
-        """Learn the costs of steps from steps that an instance computed, in their order."""
+        """Update the estimated costs of an instance's steps from steps it has computed, in their
+        order.
+        """
         row = self.fleet.find(name)
         if row is None:
             return
@@ -197,7 +201,9 @@ class Conductor:
                 self.fleet.costs[:, row] = estimator.costs
 
     def set_load_speed(self, name: str, tokens_per_s: float) -> None:
-        """Set the speed at which an instance loads KV from elsewhere; 0 if it is not known."""
+        """Set the rate at which an instance loads KV from the store or others, in tokens a second;
+        0: unknown.
+        """
         row = self.fleet.find(name)
         if row is not None and tokens_per_s > 0:
             self.fleet.load_tokens_per_s[row] = tokens_per_s
@@ -216,7 +222,7 @@ class Conductor:
     def note_group(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
     ) -> None:
-        """Record blocks whose window or following state an instance has stored or removed."""
+        """Record block keys at whose end an instance has gained or lost the window or a state."""
         row = self.fleet.find(name)
         if row is None:
             return
@@ -225,7 +231,7 @@ class Conductor:
         self.group.note_stored(row, stored)
 
     def note_flushed(self, name: str) -> None:
-        """Record that an instance holds no blocks any more."""
+        """Record that an instance has dropped all its cached blocks."""
         row = self.fleet.find(name)
         if row is not None:
             self._forget(row)
@@ -244,12 +250,12 @@ class Conductor:
         self.policy.forget(row)
 
     def get_step_error(self, name: str) -> float:
-        """Return the mean relative error of predicted steps of an instance."""
+        """Return the mean relative error of the predicted durations of an instance's steps."""
         row = self.fleet.find(name)
         return 0.0 if row is None else self._estimators[row].error
 
     def get_step_costs(self, name: str) -> StepCosts | None:
-        """Return the learnt costs of an instance's steps; None if they are not known."""
+        """Return the estimated costs of an instance's steps; None if they are not known."""
         row = self.fleet.find(name)
         if row is None:
             return None
@@ -275,10 +281,10 @@ class Conductor:
         """Choose the instances that serve a request.
 
         Args:
-            place: what is asked for, and which runs of instances are not to be tried again.
+            place: kind of answer wanted, and runs of instances that must not be chosen again.
             question: the request.
-            now_s: monotonic.
-            is_new: it has not been accepted yet, and may be refused.
+            now_s: monotonic seconds.
+            is_new: True if it has not been accepted yet, so that it may be rejected.
         """
         decision = self._choose(place, question)
         chosen = decision.chosen if is_new else None
@@ -296,15 +302,17 @@ class Conductor:
         return self._note_placed(question, decision)
 
     def find_role_change(self, now_s: float) -> RoleChange | None:
-        """Return the change of a role that is due, or None. Call it once a second.
+        """Return the change of an instance's role that is due, or None. Call it once a second.
 
         Args:
-            now_s: monotonic.
+            now_s: monotonic seconds.
         """
         return self.roles.look(self.fleet, now_s)
 
     def _note_placed(self, question: Question, decision: Decision) -> Decision:
-        """Record the prompt's blocks as expected on instances that will compute or read them."""
+        """Record that the chosen instances will soon have the prompt's blocks; return the
+        decision.
+        """
         route = decision.route
         if not isinstance(route, Pair | Alone):
             return decision
@@ -357,7 +365,7 @@ class Conductor:
         return self._decide(route, question, row, rows, parts, decode)
 
     def count_hits(self, chains: Sequence[Chain]) -> IntColumn:
-        """Return the tokens of a prompt whose KV each row is known to hold."""
+        """Return, for each row, how many tokens of a prompt the instance is known to have KV of."""
         fleet = self.fleet
         hits = np.zeros(fleet.num_rows, np.int64)
         for chain in chains:
@@ -372,15 +380,17 @@ class Conductor:
         return hits
 
     def _find_block(self, key: int) -> int:
-        """Return the rows that hold or will hold a block."""
+        """Return the rows of instances that have or will have a block, as bits of a number."""
         return self.directory.find(key) | self._expected.find(key)
 
     def _find_group(self, key: int) -> int:
-        """Return the rows that hold or will hold a block's window or the state behind it."""
+        """Return the rows, as bits, of instances that have or will have the window or state at a
+        block's end.
+        """
         return self.group.find(key) | self._expected_group.find(key)
 
     def count_stored(self, chains: Sequence[Chain]) -> int:
-        """Return the tokens of a prompt whose KV the store is known to hold."""
+        """Return how many tokens of a prompt the store is known to have KV of."""
         if not len(self.stored):
             return 0
         hits = np.zeros(1, np.int64)
@@ -403,7 +413,9 @@ class Conductor:
         return Decision(route, tpot_s=tpot_s, decode=fleet.name_of(decode))
 
     def _count_readers(self, place: Place) -> IntColumn:
-        """Return for each row the number of usable decode instances that can read its blocks."""
+        """Return, for each row, how many usable decode instances can read that instance's
+        blocks.
+        """
         fleet = self.fleet
         count = fleet.num_readers
         for ref in place.avoid:
@@ -432,7 +444,10 @@ class Conductor:
         return Decision(NoRoute() if is_any else None)
 
     def _find_resumed(self, place: Place, usable: Mask) -> int | None:
-        """Return the row that computed the prompt last: its cache may still have the blocks."""
+        """Return the row of the instance that last computed the prompt, if it is usable.
+
+        Its cache may still have the blocks.
+        """
         if not place.is_resumed or place.prefill is None:
             return None
         row = self.fleet.find(place.prefill.name)
@@ -495,10 +510,10 @@ class Conductor:
         )
 
     def _has_room(self, row: int, question: Question) -> bool:
-        """Return True if a decode instance has room for the blocks of a prompt besides all it has.
+        """Return True if a decode instance has room for a prompt's blocks beside those in use.
 
-        Conservative: blocks that requests share are counted for each, and the longest request must
-        be able to reach its full length, as the scheduler demands before it loads.
+        The estimate is on the safe side: shared blocks count once for each request, and the longest
+        request must be able to reach its full length, as the scheduler demands before it loads.
         """
         fleet = self.fleet
         size = int(fleet.block_size[row])

@@ -1,11 +1,11 @@
-"""The prefix directory: which instances hold which blocks, by the blocks' keys.
+"""The prefix directory: which instances have which KV blocks, by block key.
 
-A key stands for a block and all before it (a chained hash, cut to 64 bits), so whoever holds a
-block of a chain is taken to hold those before it: ``match`` asks O(log(length)) keys for each
-length that differs. The directory is soft. A missing entry or a stale one gives a wrong prefix
-length, so a request that computes more than it had to; nothing else depends on it.
+A key is a chained hash cut to 64 bits, so it stands for a block and all before it: an instance that
+has a block of a chain is assumed to have those before it. So ``match`` looks up O(log(length)) keys
+for each different prefix length. The directory need not be exact: a missing or stale entry gives a
+wrong prefix length, so that a request computes more than necessary; nothing else depends on it.
 
-Holders are bits of a Python integer, one for each row of the fleet. Pure.
+The instances that have a block are bits of a Python integer, one for each row of the fleet. Pure.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,8 @@ from tandem.conductor.fleet import IntColumn, Mask
 __all__ = ["Chain", "ExpectedBlocks", "PrefixDirectory", "cut_to_group", "match_chain"]
 
 MAX_KEYS = 1 << 21
-"""Keys remembered, some 150 bytes each; the least recently noted ones are forgotten first."""
+"""Number of keys remembered, at about 150 bytes each; the least recently recorded are dropped
+first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,11 @@ class Chain:
 
     keys: Sequence[int]
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens of a block."""
 
 
 class PrefixDirectory:
-    """A bounded map from keys to the rows that hold them."""
+    """A bounded map from block keys to the rows of the instances that have the block."""
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._holders: OrderedDict[int, int] = OrderedDict()
@@ -43,7 +44,7 @@ class PrefixDirectory:
         return len(self._holders)
 
     def note_stored(self, row: int, keys: Iterable[int]) -> None:
-        """Record that a row holds blocks."""
+        """Record that the instance of a row has these blocks."""
         holders, bit = self._holders, 1 << row
         for key in keys:
             holders[key] = holders.get(key, 0) | bit
@@ -52,7 +53,7 @@ class PrefixDirectory:
             holders.popitem(last=False)
 
     def note_removed(self, row: int, keys: Iterable[int]) -> None:
-        """Record that a row does not hold blocks any more."""
+        """Record that the instance of a row no longer has these blocks."""
         holders, bit = self._holders, 1 << row
         for key in keys:
             left = holders.get(key, 0) & ~bit
@@ -62,25 +63,27 @@ class PrefixDirectory:
                 holders.pop(key, None)
 
     def note_cleared(self, row: int) -> None:
-        """Record that a row holds nothing. O(keys)."""
+        """Record that the instance of a row has no blocks. O(keys)."""
         bit = 1 << row
         held = [key for key, rows in self._holders.items() if rows & bit]
         self.note_removed(row, held)
 
     def match(self, chain: Chain, hits: IntColumn) -> None:
-        """Raise each row's entry of ``hits`` to the tokens of the chain that it holds."""
+        """Raise each row's entry of ``hits`` to the number of the chain's tokens whose KV it
+        has.
+        """
         match_chain(chain, self.find, hits)
 
     def find(self, key: int) -> int:
-        """Return the rows that hold a block, as bits."""
+        """Return the rows that have a block, as bits of a number."""
         return self._holders.get(key, 0)
 
 
 class ExpectedBlocks:
     """A bounded map from block keys to the rows that were last sent a prompt with that block.
 
-    Two generations, of which the older one is dropped when the younger is full: a prompt of many
-    blocks is noted at the speed of one update of a dictionary.
+    It consists of two dictionaries; when the younger is full, the older is dropped. So recording a
+    long prompt costs one update of a dictionary.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -89,7 +92,7 @@ class ExpectedBlocks:
         self._old: dict[int, int] = {}
 
     def note(self, rows: int, keys: Sequence[int]) -> None:
-        """Record that rows, given as bits, will hold blocks."""
+        """Record that the rows given as bits will have these blocks."""
         young = self._young
         for key in keys:
             young[key] = rows
@@ -97,7 +100,7 @@ class ExpectedBlocks:
             self._young, self._old = {}, self._young
 
     def note_removed(self, row: int, keys: Iterable[int]) -> None:
-        """Record that a row does not hold blocks any more."""
+        """Record that the instance of a row no longer has these blocks."""
         for generation in (self._young, self._old):
             if generation:
                 for key in keys:
@@ -105,34 +108,35 @@ class ExpectedBlocks:
                         generation[key] &= ~(1 << row)
 
     def note_cleared(self, row: int) -> None:
-        """Record that a row holds nothing. O(keys)."""
+        """Record that the instance of a row has no blocks. O(keys)."""
         for generation in (self._young, self._old):
             self.note_removed(row, [key for key, rows in generation.items() if rows >> row & 1])
 
     def match(self, chain: Chain, hits: IntColumn) -> None:
-        """Raise each row's entry of ``hits`` to the tokens of the chain that it should hold."""
+        """Raise each row's entry of ``hits`` to the number of the chain's tokens whose KV it should
+        have.
+        """
         match_chain(chain, self.find, hits)
 
     def find(self, key: int) -> int:
-        """Return the rows that were sent a block last, as bits."""
+        """Return the rows that were last sent a prompt with this block, as bits of a number."""
         rows = self._young.get(key)
         return self._old.get(key, 0) if rows is None else rows
 
 
 def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> None:
-    """Raise each row's entry of ``hits`` to the tokens of a chain that it holds.
+    """Raise each row's entry of ``hits`` to the number of a chain's tokens whose KV it has.
 
     Args:
-        chain: of a prompt.
-        find: returns the rows that hold a block, as bits.
-        hits: changed in place.
+        chain: block keys of a prompt.
+        find: returns the rows that have a block, as bits of a number.
+        hits: number of tokens by row; changed in place.
     """
     keys = chain.keys
     if not keys:
         return
-    # Each entry is a range of the chain of block keys, with the instances (rows) that hold its
-    # first block. An instance that holds a block holds all before it, so a binary search finds how
-    # far each one's prefix reaches.
+    # Each entry is a range of the chain and the rows that have its first block. A row that has a
+    # block has all before it, so a binary search finds how far each row's prefix reaches.
     todo = [(0, len(keys), find(keys[0]))]
     while todo:
         begin, end, rows = todo.pop()
@@ -152,17 +156,17 @@ def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> No
 def cut_to_group(
     chain: Chain, find: Callable[[int], int], depth: int, hits: IntColumn, is_cut: Mask
 ) -> None:
-    """Lower rows' entries of ``hits`` to prefixes after which their windows or states are cached.
+    """Lower entries of ``hits`` to prefixes at whose end the window or state is cached too.
 
-    That is the longest prefix whose last ``depth`` blocks, or all of a shorter one, are in the
-    group. O(blocks of the chain).
+    That is the longest prefix whose last ``depth`` blocks (or all blocks, if it has fewer) are
+    found. O(blocks of the chain).
 
     Args:
-        chain: of a prompt.
-        find: returns the rows that have a block in the group, as bits.
-        depth: blocks.
-        hits: changed in place.
-        is_cut: the rows that have such a group.
+        chain: block keys of a prompt.
+        find: returns the rows that have the window or state at a block's end, as bits of a number.
+        depth: number of last blocks that must be found.
+        hits: number of tokens by row; changed in place.
+        is_cut: mask of the rows to which this applies.
     """
     keys, size = chain.keys, chain.block_size
     lengths = np.where(is_cut, np.minimum(hits // size, len(keys)), 0)
@@ -184,7 +188,7 @@ def cut_to_group(
 
 
 def _mark_bits(rows: int, num_rows: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of rows from a number whose bits stand for rows."""
+    """Convert a number whose bits stand for rows to a mask of ``num_rows`` booleans."""
     rows &= (1 << num_rows) - 1
     packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), np.uint8)
     return np.unpackbits(packed, count=num_rows, bitorder="little").view(np.bool_)

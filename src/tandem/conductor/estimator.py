@@ -1,14 +1,14 @@
-"""The cost of steps on one instance, learnt while it serves.
+"""The cost of steps on one instance, estimated while it serves.
 
     seconds = c . (1, prefill tokens, prefill x context, decodes, decode KV tokens)
 
-The costs c are those of least squares over the last steps, older ones counting less, with three
-changes. The squares are of relative errors, because a step of 2 ms and one of 2 s must both be
-predicted. A step that is far off counts less (Huber's weights), because a page fault or a busy
-neighbour is no property of the instance. No cost is negative: a feature whose cost would be is left
-out. A weak prior holds the costs of features that have not varied yet.
+The costs c are found by least squares over recent steps, with decaying weights and three changes.
+Errors are relative, because a step of 2 ms and one of 2 s must both be predicted. A step that is
+far off counts less (Huber's weights), because a page fault or a busy neighbour is no property of
+the instance. No cost is negative: a feature that would get a negative cost is left out. A weak
+prior gives the costs of features that have not varied yet.
 
-``StepEstimator`` is fed by the live engine and by the simulator alike. Pure.
+The live engine and the simulator use the same ``StepEstimator``. Pure.
 """
 
 import math
@@ -29,14 +29,14 @@ DEFAULT_COSTS = (2e-3, 1e-4, 1e-9, 1e-4, 1e-8)
 """Costs assumed before any step was seen, those of a small model on two cores. After the first step
 only their ratios matter."""
 COST_NAMES = ("step_s", "prefill_token_s", "prefill_context_s", "decode_s", "decode_token_s")
-"""The costs by name, in the order of the features."""
+"""Names of the costs, in the order of the features."""
 NUM_FEATURES = len(DEFAULT_COSTS)
 FORGETTING = 0.998
-"""Factor on the weight of older steps at each new step, so that some 500 steps count."""
+"""Factor by which each new step reduces the weight of older ones; about 500 steps count."""
 PRIOR_WEIGHT = 1e-4
-"""The weight of the prior beside that of one step, in its relative units."""
+"""Weight of the prior in the least squares, relative to one step."""
 HUBER = 2.0
-"""Typical errors beyond which a step counts less."""
+"""Multiple of the typical error beyond which a step counts less."""
 FORGETTING_FAST = 0.95
 """Factor used instead of ``FORGETTING`` while predictions are biased: the machine's speed changed.
 """
@@ -51,10 +51,10 @@ SOLVE_EVERY = 8
 
 
 class StepEstimator:
-    """The estimate of the costs of one instance's steps.
+    """The estimated costs of one instance's steps.
 
     Args:
-        prior: seconds by feature to begin with.
+        prior: costs assumed at first, in seconds by feature.
     """
 
     def __init__(self, prior: npt.ArrayLike = DEFAULT_COSTS) -> None:
@@ -75,7 +75,7 @@ class StepEstimator:
         self.num_steps = 0
 
     def note_step(self, step: StepRecord) -> bool:
-        """Learn from one step; return True if the costs have changed."""
+        """Update the estimate with a step; return True if the costs have changed."""
         if step.seconds <= 0 or not math.isfinite(step.seconds):
             return False
         features = _list_features(step)

@@ -1,7 +1,8 @@
-"""The fleet: every known instance as a row of columns, which events keep current.
+"""The fleet: all known instances, as rows of columns that events keep current.
 
-A row is an instance by name and stays its row over restarts until it leaves. Nothing is rebuilt
-for a decision: events write a few cells, policies read whole columns. Pure and single-threaded.
+An instance is known by its name and keeps its row over restarts, until it leaves. A decision
+rebuilds nothing: events write a few cells, and policies read whole columns. Pure and
+single-threaded.
 """
 
 from collections.abc import Collection
@@ -22,12 +23,12 @@ FloatColumn = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 ROLES: tuple[InstanceRole, ...] = ("unified", "prefill", "decode")
-"""Roles in the order of their numbers in the column ``role``. Without a pair, instances serve alone
-in this order of preference."""
+"""Roles in the order of their numbers in the column ``role``. If no pair of instances is usable, a
+request is served by one instance, in this order of preference."""
 UNIFIED, PREFILL, DECODE = range(3)
 FIRST_ROWS = 8
 DEFAULT_TOKENS_PER_S = 50_000.0
-"""Assumed speed of loading KV, in tokens a second, before any transfer was measured."""
+"""Assumed rate of loading KV in tokens a second, until a transfer was measured."""
 
 
 class InstanceFacts(NamedTuple):
@@ -39,55 +40,54 @@ class InstanceFacts(NamedTuple):
     max_batch_tokens: int
     """Largest number of tokens of one step."""
     group_depth: int = 0
-    """Last blocks of a prefix that must have their window or state for reuse, in blocks; 0: none.
-    """
+    """Number of last blocks of a prefix whose window or state must be cached for reuse; 0: none."""
 
 
 class Load(NamedTuple):
-    """The load of an instance: what it reported and what was sent to it since."""
+    """The load of an instance: its last report, and the requests sent to it since."""
 
     queued_tokens: int = 0
-    """Tokens to compute before their requests decode."""
+    """Number of tokens to be computed before their requests decode."""
     queued_context: float = 0.0
     """Sum over the queued tokens of the context length that each attends to."""
     num_decoding: int = 0
-    """Requests that decode on the instance, or will."""
+    """Number of requests that decode on the instance, or will."""
     decode_tokens: int = 0
-    """Tokens of KV of the decoding requests."""
+    """Number of KV tokens of the requests that decode on the instance, or will."""
     num_requests: int = 0
-    """Requests on the instance or on their way to it."""
+    """Number of requests on the instance or on their way to it."""
     used_blocks: int = 0
-    """Blocks that the instance's requests need now, or will read."""
+    """Number of blocks that the instance's requests need now, or will read."""
     largest_blocks: int = 0
-    """Blocks of the longest decoding request at its full length."""
+    """Number of blocks of the longest decoding request at its full length."""
 
 
 class Work(NamedTuple):
-    """Sums over the steps of an instance."""
+    """Sums over the steps that an instance has computed."""
 
     prefill_s: float = 0.0
     """Seconds of the steps that computed prompts."""
     decode_s: float = 0.0
-    """Sum over the steps of their seconds times their number of decodes."""
+    """Sum over all steps of duration times number of decodes, in seconds."""
     num_decodes: int = 0
-    """Tokens that were decoded."""
+    """Number of decoded tokens."""
 
 
 class Fleet:
-    """The columns. Row ``i`` of each is the instance of ``refs[i]``; free rows do not serve.
+    """All instances as columns. Row ``i`` is the instance of ``refs[i]``; free rows do not serve.
 
     Attributes:
-        refs: the present runs; None where a row is free.
-        is_serving: it takes requests now.
-        is_draining: it takes no new ones.
-        role: a number of ``ROLES``.
-        reads: ``reads[d, p]``: instance d can read the blocks of p.
-        num_readers: decode instances that may be chosen and can read it.
+        refs: present run of each instance; None in a free row.
+        is_serving: True if it serves.
+        is_draining: True if it gets no new requests.
+        role: index in ``ROLES``.
+        reads: ``reads[d, p]`` is True if instance d can read the blocks of instance p.
+        num_readers: number of usable decode instances that can read its blocks.
         load: one column for each field of ``Load``.
         costs: seconds of a step by feature; see ``StepEstimator``.
-        load_tokens_per_s: KV that it loads from other instances or the store.
-        work: one row for each field of ``Work``, summed up since the instance joined.
-        group_depths: the values of ``group_depth`` other than 0, kept because few fleets have any.
+        load_tokens_per_s: rate at which it loads KV from other instances or the store.
+        work: one column for each field of ``Work``, summed up since the instance joined.
+        group_depths: the set of values of ``group_depth`` other than 0; usually empty.
     """
 
     def __init__(self) -> None:
@@ -152,20 +152,20 @@ class Fleet:
 
     @property
     def num_rows(self) -> int:
-        """Length of the columns."""
+        """Number of rows, free ones included."""
         return len(self.refs)
 
     @property
     def names(self) -> list[str]:
-        """All known instances."""
+        """Names of all known instances."""
         return list(self._rows)
 
     def find(self, name: str) -> int | None:
-        """Return the row of an instance; None if it is not known."""
+        """Return the row of the instance with this name; None if it is not known."""
         return self._rows.get(name)
 
     def name_of(self, row: int) -> str:
-        """Return the name of the instance of a row."""
+        """Return the name of the instance in a row."""
         ref = self.refs[row]
         assert ref is not None, f"row {row} is free"
         return ref.name
@@ -233,7 +233,7 @@ class Fleet:
         self._count_readers()
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
-        """Set if an instance is draining, that is takes no new requests."""
+        """Set if an instance is draining, which means that it gets no new requests."""
         self.is_draining[self._rows[name]] = is_draining
         self._count_readers()
 
@@ -259,7 +259,9 @@ class Fleet:
         )
 
     def is_reader(self, row: int) -> bool:
-        """Return True if an instance counts in ``num_readers``."""
+        """Return True if the instance in a row counts in ``num_readers``: a usable decode
+        instance.
+        """
         is_open = self.is_serving[row] and not self.is_draining[row]
         return bool(is_open and self.role[row] == DECODE)
 
@@ -270,7 +272,11 @@ class Fleet:
     # ---------------------------------------------------------------- questions
 
     def find_usable(self, avoid: Collection[InstanceRef], identity: str | None) -> Mask:
-        """Return a new mask of the rows that may be chosen for a request."""
+        """Return a new mask of the rows that may be chosen: serving, not draining, not to be
+        avoided.
+
+        If ``identity`` is given, only instances with that KV identity are usable.
+        """
         usable = self.is_serving & ~self.is_draining
         for ref in avoid:
             row = self._rows.get(ref.name)

@@ -1,8 +1,8 @@
-"""A conductor's journal: all that it was told and asked, and its answers, as lines of JSON.
+"""A journal of all calls of a conductor, with their arguments and results, as lines of JSON.
 
-A conductor is pure, so its journal replayed into a new one gives the same decisions one by one, in
-the simulator or anywhere; with another policy it says where that would have sent each request. It
-has names, lengths, loads and heads of hashes, never a token.
+A conductor is pure, so replaying its journal into a new one gives the same decisions, in the
+simulator or elsewhere. A replay with another policy shows where that would have sent each request.
+The journal has names, lengths, loads and truncated hashes, but no tokens.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -48,7 +48,7 @@ _CALLS: dict[str, Any] = {
     "note_end": tuple[str, int, float],
     "place": tuple[Place, Question, float, bool],
 }
-"""Argument types of each call that changes or asks a conductor, by method name."""
+"""Argument types of each method of a conductor that is recorded, by name."""
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,7 +60,7 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Outcome(NamedTuple):
-    """The answer to one request."""
+    """The recorded answer to one request."""
 
     kind: str
     """Kind of the decision: pair, late_pair, decode, alone, none, wait or rejected."""
@@ -86,7 +86,7 @@ class ReplayedDecision(NamedTuple):
 
 
 def describe_outcome(decision: Decision) -> Outcome:
-    """Return the outcome of a decision, as the journal records it."""
+    """Return a decision in the form that the journal records."""
     chosen = decision.chosen
     ttft_s = None if chosen is None else chosen.ttft_s
     if decision.rejection is not None:
@@ -107,13 +107,13 @@ def describe_outcome(decision: Decision) -> Outcome:
 
 
 class JournalingConductor(Conductor):
-    """A conductor that writes a journal.
+    """A conductor that records its calls in a journal.
 
     Args:
-        policy: by its name, which the journal has.
-        admission: of requests.
-        write: takes one line, with its end.
-        made: the policy, where it is not the one of that name as it is made first.
+        policy: name of the policy, which is written to the journal.
+        admission: mode of admission.
+        write: called with each line, newline included.
+        made: policy object to use, if it is not a default one of that name.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class JournalingConductor(Conductor):
         super().set_draining(name, is_draining=is_draining)
 
     def set_sources(self, name: str, sources: Collection[str]) -> None:
-        """Record the call in the journal and set the instances whose blocks can be read."""
+        """Record the call in the journal and set the instances whose blocks this one can read."""
         self._put("set_sources", name, sorted(sources))
         super().set_sources(name, sources)
 
@@ -229,14 +229,15 @@ class JournalingConductor(Conductor):
 def replay_journal(
     lines: Iterable[bytes], policy: str | None = None, admission: AdmissionMode | None = None
 ) -> Iterator[ReplayedDecision]:
-    """Replay a journal; yield each recorded decision beside the one that is taken now.
+    """Replay a journal; yield each recorded decision with the one taken now.
 
     Args:
-        lines: of the journal; the last one may be torn.
-        policy: in the place of the journal's own. Loads and blocks stay those of the live run.
-        admission: likewise.
+        lines: lines of the journal; the last one may be incomplete.
+        policy: policy to use instead of the journal's. Loads and blocks stay those of the
+            recording.
+        admission: mode of admission to use instead of the journal's.
 
-    Raises: CorruptionError (a line is none of a journal); ConfigError (no such policy).
+    Raises: CorruptionError (a line is not of a journal); ConfigError (no such policy).
     """
     source = iter(lines)
     try:

@@ -1,11 +1,11 @@
-"""The load of an instance between the moments at which it tells it. Pure; one event loop.
+"""The load of an instance, also between its reports. Pure; used on one event loop.
 
-An instance pushes its load with its outputs, and by itself when there are none. Requests are sent
-meanwhile: they are numbered, and each push says up to which number it contains them, but for those
-that are still being taken in. What is added here is what the latest push does not contain, so each
-request counts once, whether a push overtakes the answer to it or comes after a later one.
+An instance sends its load with its outputs, and by itself if there are none. Requests that a server
+sends are numbered. A report names the highest number that it includes, and those up to it that it
+does not include yet. ``LoadCount`` adds the requests that the latest report does not include. So
+each request counts exactly once, in whatever order reports and replies arrive.
 
-With the load an instance tells its steps and its blocks; they go on to the listener as they come.
+Reports also carry the instance's steps and changes of its blocks, which are passed to a listener.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,13 @@ __all__ = ["LoadCount", "LoadListener"]
 
 
 class _Sent(NamedTuple):
-    """The counts by which one sent request adds to an instance's load."""
+    """The amounts that one sent request adds to an instance's load."""
 
     num_tokens: int
-    """Known tokens of the request: its prompt, and output that another instance generated."""
+    """Number of known tokens of the request: its prompt, and output that another instance
+    generated."""
     num_queued: int
-    """Known tokens that the instance has to compute."""
+    """Number of known tokens of the request that the instance has to compute."""
     queued_context: float
     """Sum over the queued tokens of the context length that each attends to."""
     full_tokens: int
@@ -41,7 +42,7 @@ class _Sent(NamedTuple):
 
 
 class LoadListener(Protocol):
-    """Listener to the reports of one run of an instance."""
+    """A listener to the reports of one run of an instance."""
 
     def note_load(self) -> None:
         """Note that the load has changed."""
@@ -61,7 +62,8 @@ class LoadCount:
 
     def __init__(self) -> None:
         self.listener: LoadListener | None = None
-        """None until the run is known to serve; it tells nothing before its first request."""
+        """Listener to reports; None until the run is known to serve. No report comes before the
+        first request."""
         self._told = InstanceLoad()
         self._sent: dict[int, _Sent] = {}
         self._num_numbered = 0
@@ -72,7 +74,7 @@ class LoadCount:
         return len(self._sent)
 
     def note_sent(self, request: AddRequest) -> AddRequest:
-        """Start counting a request; return it with the number that it must be sent with."""
+        """Count a request that is about to be sent; return it with its number filled in."""
         self._num_numbered += 1
         num_tokens = prompt_len = len(request.prompt_ids)
         if request.continuation is not None:
@@ -92,7 +94,9 @@ class LoadCount:
         return msgspec.structs.replace(request, number=self._num_numbered)
 
     def note_over(self, number: int) -> None:
-        """Stop counting a request that was refused or has ended, whatever later reports contain."""
+        """Stop counting a request that was refused or has ended, also if a later report does not
+        include it.
+        """
         if self._sent.pop(number, None) is not None:
             self._tell()
 
@@ -109,12 +113,12 @@ class LoadCount:
         self._tell()
 
     def take_steps(self, steps: Sequence[StepRecord]) -> None:
-        """Pass steps that the instance reported on to the listener."""
+        """Pass the steps in a report to the listener."""
         if steps and self.listener is not None:
             self.listener.note_steps(steps)
 
     def take_blocks(self, blocks: BlockChanges | None) -> None:
-        """Pass changes of the instance's blocks on to the listener."""
+        """Pass the changes of blocks in a report to the listener."""
         if blocks is not None and self.listener is not None:
             self.listener.note_blocks(blocks)
 
@@ -123,9 +127,9 @@ class LoadCount:
             self.listener.note_load()
 
     def estimate(self, info: InstanceInfo) -> InstanceLoad:
-        """Return the reported load plus all requests sent since.
+        """Return the reported load plus the requests sent since.
 
-        O(requests sent since the latest push).
+        O(requests sent since the latest report).
         """
         told, size = self._told, info.block_size
         queued_tokens, num_decoding = told.queued_tokens, told.num_decoding

@@ -1,4 +1,6 @@
-"""The times that a request would see on each instance, from costs, loads and prefixes. Pure."""
+"""Predicted latencies of a request on each instance, from costs, loads and cached prefixes.
+Pure.
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,14 +14,14 @@ __all__ = ["TtftParts", "predict_tpot", "predict_ttft"]
 
 @dataclass(frozen=True, slots=True)
 class TtftParts:
-    """The predicted time to first token, by row, in seconds.
+    """The predicted time to first token by row, in seconds.
 
     Attributes:
-        transfer_s: to bring the prefix there.
-        queue_s: until what is queued there is computed.
-        prefill_s: of the tokens that it lacks.
-        total_s: of the three.
-        prefix_len: tokens of the prompt that need not be computed.
+        transfer_s: time to load the prefix.
+        queue_s: time until the queued tokens are computed.
+        prefill_s: time to compute the remaining tokens of the prompt.
+        total_s: sum of the three.
+        prefix_len: number of prompt tokens that need not be computed.
     """
 
     transfer_s: FloatColumn
@@ -49,11 +51,11 @@ def predict_ttft(
     """Predict the time to first token on every row of the fleet, whether it serves or not.
 
     Args:
-        fleet: borrowed.
-        prompt_len: tokens.
-        hits: of the prompt, tokens that each row holds.
-        shared_len: tokens of the prompt that any instance can load from elsewhere.
-        threshold: that ``shared_len`` must exceed a local prefix by, as a factor, for that.
+        fleet: state of the instances; not modified.
+        prompt_len: number of tokens of the prompt.
+        hits: number of the prompt's tokens whose KV each row has.
+        shared_len: number of the prompt's tokens that any instance can load from elsewhere.
+        threshold: factor by which ``shared_len`` must exceed a row's own prefix to be loaded.
     """
     prefix = np.minimum(hits, prompt_len - 1)
     transfer_s = np.zeros(len(prefix))
@@ -63,7 +65,7 @@ def predict_ttft(
         np.divide(shared_len - prefix, fleet.load_tokens_per_s, out=transfer_s, where=is_fetched)
         prefix[is_fetched] = shared_len
     step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs
-    # Integers are converted once: numpy converts them again in each operation with a float.
+    # Convert integers once, because numpy would convert them again in each operation with a float.
     budget, known = fleet.max_batch_tokens.astype(np.float64), prefix.astype(np.float64)
     # Each step that computes queued prompts also computes one token of every decoding request
     # there.
@@ -84,18 +86,20 @@ def predict_tpot(
     max_tokens: int,
     prefix_len: int | None = None,
 ) -> FloatColumn:
-    """Predict the mean time per token on instances if each decoded one more request.
+    """Predict the mean time per token on instances, if each decoded one more request.
 
-    Prompts that are queued there are computed between its tokens: at most a full step of them for
-    each, and all of them together once.
+    Queued prompts are computed between its tokens. Each token waits for at most one full step of
+    them, and all tokens together for the whole queue once.
 
     Args:
-        fleet: borrowed.
-        rows: of the instances, as an index of columns.
-        prompt_len: tokens that its first decode reads.
-        max_tokens: that it may generate; half of them are taken for what it will.
-        prefix_len: tokens of the prompt that need not be computed there: the others come between
-            the tokens of those that decode already, whose mean time is predicted; None: all.
+        fleet: state of the instances; not modified.
+        rows: rows of the instances, as an index of columns.
+        prompt_len: number of tokens that its first decode reads.
+        max_tokens: largest number of tokens that it may generate; half of them are expected.
+        prefix_len: number of prompt tokens that need not be computed there. The others are computed
+            between the tokens of requests that decode already, and the result is those requests'
+            time.
+            None: the whole prompt need not be computed there.
     """
     step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs[:, rows]
     num_tokens = max(max_tokens / 2, 1.0)

@@ -1,12 +1,12 @@
-"""The role switch by load: which instance changes sides when the ratio of roles is wrong.
+"""Changes of instances' roles when the ratio of prefill to decode instances does not fit the load.
 
-The pressure of a side is a time as a share of its objective: for prefill that for which a new
-prompt would wait, for decode that between tokens, or the share of its blocks that are in use. A
-side under pressure gets an instance of the other side, if that one has room to spare without it.
+The pressure on a role is a time relative to its objective: for prefill, the wait of a new prompt;
+for decode, the time between tokens, or the share of blocks in use. A role under pressure gets an
+instance of the other role, if that one has room to spare without it.
 
-Hysteresis: pressures are means over some seconds; the pressure at which a side gets an instance is
-well above the one that the other side may have after it has given one; and after a change of any
-role, and at first, nothing changes for a while. Pure; time is an argument.
+Against oscillation: pressures are means over some seconds; a role gets an instance only at a much
+higher pressure than the other role may have after giving it; and after any change of a role, and at
+the start, nothing changes for a while. Pure; time is an argument.
 """
 
 import math
@@ -21,38 +21,39 @@ from tandem.core.wire import Slo
 __all__ = ["ROLE_LOOK_S", "RoleBalance", "RoleChange"]
 
 ROLE_LOOK_S = 1.0
-"""Seconds between two looks at the fleet."""
+"""Seconds between two calls of ``RoleBalance.look``."""
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 10.0, 0.1
 """Objectives while no request has named its own; those at which the Mooncake paper's best ratio was
 found."""
 HIGH = 0.9
-"""Pressure at which a side gets an instance."""
+"""Pressure from which a role gets an instance."""
 LOW = 0.6
-"""Highest pressure that the other side may have after it has given up an instance."""
+"""Highest pressure that the other role may have after it has given up an instance."""
 MAX_BUSY = 0.8
-"""Highest share of busy time that the remaining prefill instances may have after one has left."""
+"""Highest share of their time that the remaining prefill instances may be busy after one has
+left."""
 FULL_BLOCKS = 0.9
-"""Share of blocks in use that counts as an objective reached: beyond it requests are preempted."""
+"""Share of blocks in use that counts as pressure 1, because requests are preempted beyond it."""
 MEMORY_S = 8.0
-"""Time constant of the mean pressures, seconds."""
+"""Time constant in seconds of the mean pressures."""
 PAUSE_S = 30.0
 """Seconds after a change of a role during which no other role changes."""
 SLO_MEMORY = 0.98
-"""Weight of the old mean objective when a request brings its own."""
+"""Weight of the old mean when a request's objective updates the mean objective."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """A role that an instance should have from now on."""
+    """A change of an instance's role."""
 
     instance: str
     role: InstanceRole
     reason: str
-    """In words, with the pressures."""
+    """Reason in words, with the pressures."""
 
 
 class RoleBalance:
-    """Watches a fleet of prefill and decode instances; unified ones are left alone."""
+    """The balance between prefill and decode instances; unified instances are left alone."""
 
     def __init__(self) -> None:
         self.ttft_s, self.tpot_s = DEFAULT_TTFT_S, DEFAULT_TPOT_S
@@ -61,11 +62,11 @@ class RoleBalance:
         self.prefill = self.decode = 0.0
         """Mean pressure on prefill instances, and on decode instances."""
         self._decode_after = 0.0
-        """Mean pressure that decode instances would have with one instance fewer."""
+        """Mean pressure on decode instances if there were one fewer."""
         self._busy = 0.0
-        """Mean share of the time that prefill instances compute prompts."""
+        """Mean share of time that prefill instances spend computing prompts."""
         self._work: dict[str, Work] = {}
-        """Work sums of each instance at the last look."""
+        """Work sums of each instance at the last call of ``look``."""
         self._roles: dict[str, int] = {}
         self._looked_s: float | None = None
         self._changed_s = -math.inf
@@ -82,10 +83,10 @@ class RoleBalance:
             self._has_tpot = True
 
     def look(self, fleet: Fleet, now_s: float) -> RoleChange | None:
-        """Take in the loads of this moment; return the change that is due, if one is.
+        """Update the pressures with the present loads; return the role change that is due, or None.
 
-        Call it every ``ROLE_LOOK_S``. The caller makes the change, or tries and fails: the next
-        one is due when the pause is over.
+        Call it every ``ROLE_LOOK_S``. The caller makes the change, or fails to; either way the next
+        change can be due after ``PAUSE_S``.
         """
         before_s, self._looked_s = self._looked_s, now_s
         done = self._take_work(fleet)
@@ -104,7 +105,7 @@ class RoleBalance:
         return change
 
     def _take_work(self, fleet: Fleet) -> FloatColumn:
-        """Return the work of each row since the last look, in the shape of ``Fleet.work``."""
+        """Return the work of each row since the last call, in the shape of ``Fleet.work``."""
         done = np.zeros_like(fleet.work)
         told: dict[str, Work] = {}
         for name in fleet.names:
@@ -119,9 +120,9 @@ class RoleBalance:
         return done
 
     def _note_roles(self, fleet: Fleet, now_s: float) -> None:
-        """Start a pause if any instance has changed its role since the last look.
+        """Start a pause if any instance has changed its role since the last call of ``look``.
 
-        The first look begins one as well: there are no means yet.
+        The first call starts a pause too, because there are no means yet.
         """
         roles: dict[str, int] = {}
         for name in fleet.names:
@@ -141,7 +142,7 @@ class RoleBalance:
         done: FloatColumn,
         elapsed_s: float,
     ) -> None:
-        """Update the mean pressures with what was measured since the last look."""
+        """Update the mean pressures with the measurements since the last call of ``look``."""
         share = 1 - math.exp(-elapsed_s / MEMORY_S)
         prefill_s, decode_s, num_decodes = done
         costs, queued = fleet.costs[:, prefills], fleet.queued_tokens[prefills]
@@ -180,6 +181,6 @@ class RoleBalance:
 
 
 def _find_idlest(fleet: Fleet, rows: IntColumn) -> int:
-    """Return the row that has the least work left before it can change its role."""
+    """Return the row with the least work to finish before it can change its role."""
     tokens = fleet.queued_tokens[rows] + fleet.decode_tokens[rows]
     return int(rows[np.lexsort((rows, fleet.num_requests[rows], tokens))[0]])

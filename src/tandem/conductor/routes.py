@@ -1,4 +1,4 @@
-"""The question to a policy and its answers, as the request's state machine speaks them."""
+"""The question where to run a request, and the possible answers, as its state machine uses them."""
 
 from dataclasses import dataclass, field
 
@@ -7,22 +7,22 @@ __all__ = ["Alone", "InstanceRef", "NoRoute", "Pair", "Place", "Route"]
 
 @dataclass(frozen=True, slots=True)
 class InstanceRef:
-    """One run of an instance."""
+    """One run of an instance: its process between two restarts."""
 
     name: str
     incarnation: int
-    """Number of the run; each restart of the instance gives a new one."""
+    """Number of the run; each restart of the instance has a new one."""
     identity: str = field(default="", compare=False)
     """``InstanceInfo.kv_identity`` of this run; empty while it does not serve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The policy's answer: prefill here, decode there; or, while blocks are held, decode there.
+    """An answer: one instance prefills, another decodes.
 
     Attributes:
-        prefill: None while blocks are held already.
-        decode: None: chosen when the prefill is over.
+        prefill: None if the blocks of an ended prefill are held already.
+        decode: None: it is chosen when the prefill has ended.
     """
 
     prefill: InstanceRef | None
@@ -31,17 +31,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The policy's answer: one instance serves the whole request."""
+    """An answer: one instance serves the whole request."""
 
     instance: InstanceRef
 
 
 @dataclass(frozen=True, slots=True)
 class NoRoute:
-    """The policy's answer: no running instance may still be tried.
+    """An answer: none of the running instances can be tried any more.
 
     Attributes:
-        is_foreign: because all serve another model than the one whose tokens were sent.
+        is_foreign: True if all of them serve another model than the one whose tokens were sent.
     """
 
     is_foreign: bool = False
@@ -52,17 +52,18 @@ Route = Pair | Alone | NoRoute
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A question to the policy, answered with ``Pair``, ``Alone`` or ``NoRoute``.
+    """A question where to run a request, answered with ``Pair``, ``Alone`` or ``NoRoute``.
 
     Attributes:
-        is_held: blocks are held: only ``Pair(None, decode)`` or ``NoRoute``, and at once. Else the
-            answer may wait until an instance comes back.
+        is_held: True if blocks of an ended prefill are held. Then the answer is ``Pair(None,
+            decode)`` or ``NoRoute``, at once; otherwise it may wait until an instance comes back.
         avoid: runs of instances that refused or lost this request.
-        prefill: where its blocks are held, or its prompt was last computed; None: nowhere.
-        needs_decode: False: there is nothing to generate after the first token.
-        is_resumed: tokens were sent already: a ``Pair`` names both instances.
-        identity: of the model that computed those tokens (``InstanceInfo.kv_identity``): only
-            instances with the same one may go on; None: nothing was sent, all may serve.
+        prefill: run that holds its blocks or last computed its prompt; None: none.
+        needs_decode: False if nothing is to be generated after the first token.
+        is_resumed: True if tokens were sent already; a ``Pair`` then names both instances.
+        identity: KV identity (``InstanceInfo.kv_identity``) of the model that computed those
+            tokens. Only instances with the same one are usable; None: no tokens were sent, so all
+            are.
     """
 
     is_held: bool

@@ -1,1 +1,3 @@
-"""Shared nouns: errors, units, clock, configuration, specifications, messages, metrics."""
+"""Definitions that all packages share: errors, clock, configuration, model specifications,
+messages.
+"""

@@ -1,7 +1,7 @@
-"""LoRA adapters as the server and its instances speak of them.
+"""LoRA adapters in messages between the server and its instances.
 
-A client names an adapter; requests between processes carry its ``digest``, so that two contents of
-one name are never taken for each other.
+A client names an adapter. Requests between processes carry its ``digest`` instead, so that two
+different contents under one name cannot be confused.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class AdapterSource(msgspec.Struct, frozen=True, kw_only=True):
     """A request to load an adapter from a folder."""
 
     name: str
-    """The name that clients use for it."""
+    """Name that clients use for the adapter."""
     folder: str
     """Absolute path of a folder in PEFT's format."""
     digest: str = ""

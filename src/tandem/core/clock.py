@@ -1,4 +1,4 @@
-"""Time as an argument: product code takes a ``Clock``, tests and the simulator bring their own."""
+"""Clocks: product code gets a ``Clock`` as an argument; tests and the simulator pass their own."""
 
 import time
 from typing import Protocol
@@ -15,7 +15,7 @@ class Clock(Protocol):
 
 
 class MonotonicClock:
-    """The clock of the operating system."""
+    """The monotonic clock of the operating system; it stops while the machine sleeps."""
 
     def now_s(self) -> float:
         """Return ``time.monotonic()``."""
@@ -26,7 +26,7 @@ class BootClock:
     """A clock that also counts while the machine sleeps, for leases kept by another machine."""
 
     def now_s(self) -> float:
-        """Return the time since the machine was started."""
+        """Return the seconds since the machine was started, sleep included."""
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -37,10 +37,10 @@ class ManualClock:
         self._now_s = start_s
 
     def now_s(self) -> float:
-        """Return the time set last."""
+        """Return the present time of this clock, seconds."""
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Move forward by ``seconds`` >= 0."""
+        """Move the clock forward by ``seconds``, which must not be negative."""
         assert seconds >= 0, seconds
         self._now_s += seconds

@@ -48,11 +48,11 @@ __all__ = [
 
 SIZE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE_PATTERN = r"^(\d+(\.\d+)? ?(B|KiB|MiB|GiB|TiB))?$"
-"""The form of a setting that is a size, such as 16GiB; it may be empty."""
+"""Pattern of settings that are sizes, such as 16GiB; empty is allowed."""
 ENV_PREFIX = "TANDEM_"
 MAX_ISA = "TANDEM_MAX_ISA"
-"""The variable that caps the instruction set. It is none of the settings: it acts on libraries at
-their import, before any configuration is read."""
+"""Environment variable that limits the instruction set. It is not a setting, because it must act
+when libraries are imported, before any configuration is read."""
 ISA_VARIABLES = {
     "plain": ("default", "SSE4_2", "SSE41"),
     "avx2": ("avx2", "AVX2", "AVX2"),
@@ -61,22 +61,22 @@ ISA_VARIABLES = {
     "avx512_bf16": ("", "AVX512_E2", "AVX512_CORE_BF16"),
     "amx": ("", "AVX512_E4", "AVX512_CORE_AMX"),
 }
-"""Values of ``LIBRARY_VARIABLES`` for each instruction set; empty: as the CPU has it. torch runs
-what its variable names even where the CPU lacks it, so it is only ever told less."""
+"""Values of ``LIBRARY_VARIABLES`` for each instruction set; empty: the CPU's own. torch obeys its
+variable even if the CPU lacks the instruction set, so a variable is only ever lowered."""
 LIBRARY_VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 MAX_YAML_NODES = 100_000
-"""Largest number of nodes of a YAML document, each use of an alias counted, so that a few lines of
-nested aliases cannot expand to thousands of millions of values."""
+"""Largest number of nodes of a YAML document, with each use of an alias counted, so that a few
+lines of nested aliases cannot expand to billions of values."""
 MAX_YAML_DEPTH = 64
-"""Largest depth of a YAML document; it stops a value that contains itself."""
+"""Largest nesting depth of a YAML document; it also stops a value that contains itself."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ConfigField(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting, as declared."""
+    """A setting, as declared by a field of a struct."""
 
     path: str
-    """Dotted path from the root, ``engine.block_size``."""
+    """Dotted path from the root, such as ``engine.block_size``."""
     type_name: str
     default: Any
     description: str
@@ -84,33 +84,33 @@ class ConfigField(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_list(self) -> bool:
-        """True if it takes several values: text is split at commas."""
+        """True if it takes several values; text is split at commas."""
         return "list" in self.type_name.split(" | ")
 
     @property
     def flag(self) -> str:
-        """The command line's name, ``--engine.block-size``."""
+        """Name of its command-line flag, such as ``--engine.block-size``."""
         return "--" + self.path.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """The environment's name, ``TANDEM_ENGINE__BLOCK_SIZE``."""
+        """Name of its environment variable, such as ``TANDEM_ENGINE__BLOCK_SIZE``."""
         return ENV_PREFIX + self.path.replace(".", "__").upper()
 
 
 class Resolved(msgspec.Struct, Generic[T], frozen=True):
-    """A checked configuration and where each of its values came from."""
+    """A validated configuration, with the origin of each value."""
 
     config: T
     origins: dict[str, str]
-    """Path to ``default``, ``file NAME``, ``env NAME`` or ``flag NAME``."""
+    """Origin by path of the setting: ``default``, ``file NAME``, ``env NAME`` or ``flag NAME``."""
 
 
 @functools.cache
 def list_fields(root: type[msgspec.Struct]) -> tuple[ConfigField, ...]:
-    """Return every leaf setting below ``root``, in order of declaration.
+    """Return every setting below ``root``, in order of declaration.
 
-    Raises: AssertionError if a field lacks a description, which is our bug.
+    Raises: AssertionError (a field has no description, which is a bug).
     """
     return tuple(_walk_fields(root, ""))
 
@@ -122,16 +122,16 @@ def resolve_config(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, tuple[str, Any]] | None = None,
 ) -> Resolved[T]:
-    """Merge all layers and check the result.
+    """Merge all layers (default, file, environment, flags) and validate the result.
 
     Args:
-        root: the composed struct.
+        root: root struct of the settings.
         file: a YAML file, or None.
-        environment: variables; names without our prefix are ignored, unknown ones with it and
-            with a section separator are refused.
-        flags: dotted path to (name as the user typed it, value); strings are parsed.
+        environment: environment variables. Names without our prefix are ignored; unknown names with
+            it and a section separator are refused.
+        flags: by dotted path, the flag's name as the user typed it and its value; text is parsed.
 
-    Raises: ConfigError that names the field, its origin, and the nearest known name.
+    Raises: ConfigError, which names the field, its origin, and the most similar known name.
     """
     fields = {field.path: field for field in list_fields(root)}
     values: dict[str, Any] = {}
@@ -156,13 +156,14 @@ def resolve_config(
 
 
 def check_bounds(config: msgspec.Struct, section: str) -> None:
-    """Check a struct that was made in Python, where msgspec checks nothing.
+    """Check the bounds of a struct that was made in Python, because msgspec checks only decoded
+    ones.
 
     Args:
-        config: its numbers, texts and tuples are checked, each by the type of its field.
-        section: its name, for errors.
+        config: the struct; its numbers, strings and tuples are checked by their fields' types.
+        section: name of the section, for errors.
 
-    Raises: ConfigError that names the field.
+    Raises: ConfigError, which names the field.
     """
     for name, hint in _list_hints(type(config)):
         value = getattr(config, name)
@@ -182,9 +183,9 @@ def parse_size(text: str) -> int:
 
 
 def check_text(text: str | None, path: str) -> None:
-    """Refuse a text that UTF-8 cannot encode, such as half a surrogate pair from a broken argument.
+    """Check that a text can be encoded as UTF-8; half a surrogate pair, for example, cannot.
 
-    Raises: ConfigError that names the field.
+    Raises: ConfigError, which names the field by ``path``.
     """
     try:
         (text or "").encode()
@@ -198,14 +199,14 @@ def _list_hints(struct: type[msgspec.Struct]) -> list[tuple[str, Any]]:
 
 
 class YamlLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, whose only errors are ``yaml.YAMLError``, with the line.
+    """PyYAML's safe loader, with every error raised as ``yaml.YAMLError`` with its line.
 
-    PyYAML lets through what its constructors stumble over: a date with month 13 is a
+    PyYAML itself raises other errors from its constructors: a date with month 13 is a
     ``ValueError``, ``!!bool x`` a ``KeyError``, ten thousand brackets a ``RecursionError``.
     """
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the root of the only document; None if there is none.
+        """Return the root node of the only document; None if there is no document.
 
         Raises: yaml.YAMLError.
         """
@@ -218,7 +219,7 @@ class YamlLoader(yaml.SafeLoader):
         return root
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Return what a node stands for.
+        """Return the Python value of a node.
 
         Raises: yaml.YAMLError.
         """
@@ -233,7 +234,7 @@ class YamlLoader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a document; None for an empty one.
+    """Return the value of a YAML document; None if it is empty.
 
     Raises: yaml.YAMLError.
     """
@@ -250,10 +251,10 @@ def read_environment() -> dict[str, str]:
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return our environment without secrets, for a child process.
+    """Return this process's environment without secrets, and with ``extra``, for a child process.
 
-    A child gets its configuration over its own channel; an API key in the environment would be
-    readable in ``/proc`` for as long as the child lives. The cap on the instruction set stays.
+    A child gets its configuration over its own channel. An API key in its environment could be read
+    in ``/proc`` as long as it lives. The limit on the instruction set is kept.
     """
     env = {k: v for k, v in os.environ.items() if k == MAX_ISA or not k.startswith(ENV_PREFIX)}
     env.update(extra or {})
@@ -261,39 +262,38 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def set_library_variables(values: Mapping[str, str]) -> None:
-    """Set variables of this process for a library that is configured by nothing else.
+    """Set environment variables of this process, for a library that has no other configuration.
 
-    Before the library is imported; children inherit them.
+    Call it before the library is imported. Child processes inherit the variables.
     """
     os.environ.update(values)
 
 
 def let_idle_threads_sleep() -> None:
-    """Set OpenMP's threads to sleep while they wait, unless the user has set this. Call before
-    torch.
+    """Make OpenMP's threads sleep while they wait, unless the user has set this. Call before torch.
 
-    On cores that they share with the threads of our kernels, spinning ones starve the others.
+    If they spin instead, they starve the threads of our kernels that share their cores.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def cap_libraries() -> None:
-    """Pass ``TANDEM_MAX_ISA`` on to torch, MKL and oneDNN, which read their variables at import.
+    """Apply ``TANDEM_MAX_ISA`` to torch, MKL and oneDNN, which read their variables when imported.
 
-    ``import tandem`` calls this, so that it comes before ours imports torch. Children inherit the
-    variables. It does nothing once torch is loaded, or for an unknown name: ``read_max_isa``, which
-    everything native calls, refuses both.
+    ``import tandem`` calls this, so it comes before our first import of torch. Child processes
+    inherit the variables. Does nothing if torch is loaded already or the name is unknown;
+    ``read_max_isa``, which all native code calls, refuses both.
     """
     if "torch" not in sys.modules:
         os.environ.update(list_library_caps())
 
 
 def read_max_isa() -> str | None:
-    """Return the cap on the instruction set, ``TANDEM_MAX_ISA``; None for none.
+    """Return the limit on the instruction set (``TANDEM_MAX_ISA``); None if there is none.
 
     Raises:
-        ConfigError: no name of an instruction set.
-        UnsupportedError: torch was loaded before the cap was set for it.
+        ConfigError: it is not the name of an instruction set.
+        UnsupportedError: torch was loaded before the limit was applied to it.
     """
     isa = os.environ.get(MAX_ISA)
     if not isa:
@@ -312,13 +312,13 @@ def read_max_isa() -> str | None:
 
 
 def list_library_caps() -> dict[str, str]:
-    """Return the variables of torch, MKL and oneDNN that hold them to ``TANDEM_MAX_ISA``."""
+    """Return the environment variables that limit torch, MKL and oneDNN to ``TANDEM_MAX_ISA``."""
     values = ISA_VARIABLES.get(os.environ.get(MAX_ISA, ""), ())
     return {name: value for name, value in zip(LIBRARY_VARIABLES, values, strict=False) if value}
 
 
 class _Text(str):
-    """A value typed by a person, to be parsed by the type of its field."""
+    """A value typed by a user, to be parsed according to the type of its field."""
 
     __slots__ = ()
 
@@ -452,7 +452,7 @@ def _convert(path: str, value: Any, hint: Any, kind: mi.Type, origin: str) -> An
 
 
 def _describe_choices(kind: mi.Type) -> str:
-    """Return ``: one of a, b`` for a setting with a fixed set of words, else an empty string."""
+    """Return ``: one of a, b`` for a setting with a fixed set of values; else an empty string."""
     if isinstance(kind, mi.CollectionType):
         kind = _unwrap(kind.item_type)[0]
     if isinstance(kind, mi.LiteralType):
@@ -465,7 +465,7 @@ def _describe_choices(kind: mi.Type) -> str:
 def mask_secrets(
     fields: Sequence[ConfigField], config: msgspec.Struct
 ) -> list[tuple[ConfigField, Any]]:
-    """Pair each setting with its value in ``config``; a secret that is set shows as ``***``."""
+    """Return each setting with its value in ``config``; a secret that is set appears as ``***``."""
     rows: list[tuple[ConfigField, Any]] = []
     for field in fields:
         value: Any = config

@@ -1,8 +1,9 @@
-"""The last descriptors of a process are its own: no connection of others takes them.
+"""A reserve of file descriptors: connections from outside never take the last ones of a process.
 
-Where none is left, a process cannot write a file or accept: ZeroMQ's thread, which accepts for
-``tandem.rpc``, then spins (tcp) or aborts the process (ipc). So whoever accepts shuts what comes by
-one of the last. As ``is_scarce`` in ``native/transfer/connections/server.cc``.
+Without a free descriptor, a process cannot write a file or accept a connection; ZeroMQ's thread,
+which accepts for ``tandem.rpc``, then spins (tcp) or aborts the process (ipc). So a server shuts
+down an accepted connection whose descriptor is one of the last. ``is_scarce`` in
+``native/transfer/connections/server.cc`` does the same.
 """
 
 import contextlib
@@ -15,16 +16,18 @@ RESERVE_SHARE = 4
 MIN_RESERVE = 16
 MAX_RESERVE = 256
 WANTED = 2**20
-"""File descriptors to allow this process, far more than any process here needs."""
+"""Limit of file descriptors that is asked for, far more than any process here needs."""
 
 
 def raise_limit() -> None:
-    """Raise the limit of file descriptors: the usual limit of 1,024 is too low for servers."""
+    """Raise this process's limit of file descriptors, because the usual 1,024 are too few for
+    servers.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # Some sandboxes refuse setrlimit, and so do systems that lowered their limit below the hard
-        # one.
+        # Ignore errors: some sandboxes refuse setrlimit, as do systems where the hard limit was
+        # lowered.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -32,7 +35,7 @@ def raise_limit() -> None:
 def is_scarce(descriptor: int) -> bool:
     """Return True if a descriptor is one of the last that this process may have.
 
-    The kernel gives the lowest that is free, so its number tells.
+    The kernel assigns the lowest free number, so the number shows how many are in use.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -41,7 +44,7 @@ def is_scarce(descriptor: int) -> bool:
 
 
 def shut(descriptor: int) -> None:
-    """Shut a connection down by its descriptor; the descriptor's owner will close it."""
+    """Shut down the connection with this descriptor; the descriptor's owner closes it."""
     with contextlib.suppress(OSError):  # The descriptor may be closed already.
         connection = socket.socket(fileno=descriptor)
         try:

@@ -1,10 +1,9 @@
-"""The one error tree of the project.
+"""The error classes of the project.
 
-Every error that leaves a public function is one of these classes. Each has a stable ``code``
-(part of the wire format and of the documentation, never renumbered), a ``retryable`` flag that
-says whether the same call may succeed later, and a message of the form
-``[where] what, with values: what to do``. Each is also the builtin that fits, so that callers
-who know nothing of Tandem can still catch it.
+Every error that leaves a public function is one of these classes. Each has a stable ``code``, which
+is part of the wire format and never changes; a ``retryable`` flag, which says if the same call may
+succeed later; and a message of the form ``[where] what, with values: what to do``. Each is also a
+subclass of the builtin that fits, so that callers who know nothing of Tandem can catch it.
 """
 
 from typing import ClassVar
@@ -31,12 +30,12 @@ __all__ = [
 
 
 class TandemError(Exception):
-    """Root of all errors that Tandem raises.
+    """Base class of all errors that Tandem raises.
 
     Args:
-        where: the operation that decided the error, ``subsystem.verb``.
-        what: what went wrong, with the values, and what to do about it.
-        field: the request or config field at fault, as a dotted path, if one is.
+        where: the operation that found the error, as ``subsystem.verb``.
+        what: description of the error, with values, and what to do about it.
+        field: dotted path of the request or config field that is wrong, if there is one.
     """
 
     code: ClassVar[str] = "internal"
@@ -54,19 +53,21 @@ class TandemError(Exception):
 
 
 class ConfigError(TandemError, ValueError):
-    """A setting, request field or rule file is wrong; ``field`` names the place."""
+    """A setting, request field or rule file is wrong; ``field`` is the dotted path."""
 
     code = "config"
 
 
 class ShapeError(TandemError, ValueError):
-    """A tensor or buffer has the wrong shape, dtype, device or layout; the text has both."""
+    """A tensor or buffer has the wrong shape, dtype, device or layout; the text has found and
+    expected.
+    """
 
     code = "shape"
 
 
 class UnsupportedError(TandemError):
-    """Well-formed, but not something this build, machine or version can do."""
+    """The call is valid, but this build, machine or version cannot do it."""
 
     code = "unsupported"
 
@@ -91,10 +92,10 @@ class CapacityError(TandemError):
 
 
 class OverloadError(TandemError):
-    """The request's objectives cannot be kept now; nothing was begun.
+    """The request's latency objectives cannot be kept at present; nothing was begun.
 
     Args:
-        retry_after_s: whole seconds after which they may be.
+        retry_after_s: whole seconds after which they may be kept.
     """
 
     code = "overload"
@@ -108,14 +109,17 @@ class OverloadError(TandemError):
 
 
 class UnsentError(CapacityError):
-    """This side sent nothing, since the peer has left too much unread; may succeed in a moment.
+    """Nothing was sent, because the peer has too much unread data; a later call may succeed.
 
-    Over a wire it is a ``CapacityError``: there it would say nothing of the receiver's own peer.
+    If it crosses a wire it becomes a ``CapacityError``, because for the receiver it would seem to
+    concern the receiver's own peer.
     """
 
 
 class PeerLostError(TandemError, ConnectionError):
-    """The other process died, restarted or left; what it had not acknowledged is not done."""
+    """The other process died, restarted or left; calls that it had not acknowledged may not be
+    done.
+    """
 
     code = "peer_lost"
     retryable = True
@@ -170,9 +174,9 @@ ERROR_CODES: dict[str, type[TandemError]] = {
         InternalError,
     )
 }
-"""Code to class, for errors that arrive over a wire."""
+"""Error classes by code, for errors that arrive over a wire."""
 
 
 def make_error(code: str, where: str, what: str, field: str | None = None) -> TandemError:
-    """Rebuild an error that crossed a wire; an unknown code becomes ``InternalError``."""
+    """Return an error that arrived over a wire; an unknown code gives ``InternalError``."""
     return ERROR_CODES.get(code, InternalError)(where, what, field=field)

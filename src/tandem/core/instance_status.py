@@ -1,10 +1,10 @@
-"""Statistics of instances, and what a server reports of each and of its store.
+"""Statistics of instances, and what a server reports about each instance and its store.
 
-A statistic is declared once, as a field of ``Statistics``. The part of an instance that knows it
-counts in a ``Statistics`` of its own, zero in all other fields; the instance's message is the sum
-of its parts, and what a server tells is the sum of its instances, by the same ``sum_stats``. The
-metrics page and its reference are made of the declarations. So a new one is a field here and the
-line that counts.
+A statistic is declared once, as a field of ``Statistics``. The part of an instance that counts it
+has a ``Statistics`` of its own, with zeros in all other fields. The instance sends the sum of its
+parts, and a server reports the sum over its instances, both by ``sum_stats``. The metrics page and
+its reference are generated from the declarations. So a new statistic is a field here and a line
+that counts.
 """
 
 from collections.abc import Iterable
@@ -45,23 +45,23 @@ StatUnit = Literal[
 
 
 class StatSpec(NamedTuple):
-    """One declared statistic. All are added up over instances, by label where there is one."""
+    """A declared statistic. It is summed over instances, for each label if it has labels."""
 
     field: str
-    """Field of ``Statistics``; ``/server_info`` has this name."""
+    """Name of the field in ``Statistics``, also used in ``/server_info``."""
     metric: str
     """Name on the metrics page, without the common prefix."""
     kind: Literal["counter", "gauge"]
-    """A counter only grows, and the sum keeps what earlier runs of an instance had counted; a gauge
-    is of now, and that of an instance that has ended is gone."""
+    """A counter only grows; its sum includes what earlier runs of an instance have counted. A gauge
+    is a present value, which is dropped when the instance ends."""
     unit: StatUnit
     label: str
-    """The label that tells its numbers apart; empty: it is a single number."""
+    """Name of the label that distinguishes its values; empty: it has a single value."""
     help: str
 
 
 class _Declared(NamedTuple):
-    """The part of a ``StatSpec`` that stands at a field."""
+    """The part of a ``StatSpec`` that is written at the field's declaration."""
 
     metric: str
     kind: Literal["counter", "gauge"]
@@ -79,7 +79,7 @@ def _gauge(metric: str, unit: StatUnit, help: str, *, by: str = "") -> _Declared
 
 
 class Statistics(msgspec.Struct, kw_only=True):
-    """The statistics of an instance, or those that one of its parts counts."""
+    """The statistics of an instance, or the part of them that one component counts."""
 
     num_running: Annotated[
         int, _gauge("num_requests_running", "requests", "Requests in the batch.")
@@ -194,7 +194,8 @@ class Statistics(msgspec.Struct, kw_only=True):
         int,
         _counter("prefix_cache_lookups_total", "lookups", "Prompts looked up in the prefix cache."),
     ] = 0
-    """Each prompt is counted by the instance that computes it: not by one that goes on."""
+    """Number of prompts looked up, each counted by the instance that computes it and not by one
+    that continues the request."""
     prefix_query_tokens: Annotated[
         int,
         _counter(
@@ -209,7 +210,8 @@ class Statistics(msgspec.Struct, kw_only=True):
             "Prompt tokens found in the prefix cache; what a prefill instance hands over is not.",
         ),
     ] = 0
-    """From all tiers; those of the device are the ones that the next field leaves."""
+    """Number of prompt tokens found in any tier; minus ``store_hit_tokens``, those found on the
+    device."""
     store_hit_tokens: Annotated[
         int,
         _counter(
@@ -224,7 +226,7 @@ class Statistics(msgspec.Struct, kw_only=True):
             "evicted_tokens_total", "tokens", "Tokens whose KV the device gave up for others."
         ),
     ] = 0
-    """The store may hold them."""
+    """Number of tokens whose KV the device has evicted; the store may still have it."""
     num_loaded_blocks: Annotated[
         int,
         _counter(
@@ -293,12 +295,12 @@ class Statistics(msgspec.Struct, kw_only=True):
             by="reason",
         ),
     ] = {}
-    """The reason is the code of the error, ``foreign`` for a block of another size, ``dropped``,
-    ``after_gap`` or ``offline``."""
+    """Number of blocks by reason: an error's code, ``foreign`` for a block of another size,
+    ``dropped``, ``after_gap`` or ``offline``."""
     stored_blocks: Annotated[
         int, _counter("kv_store_blocks_total", "blocks", "KV blocks stored.")
     ] = 0
-    """Those that were there already left out."""
+    """Number of blocks that were stored, without those that the store already had."""
     stored_tokens: Annotated[
         int, _counter("backuped_tokens_total", "tokens", "Tokens whose KV was stored.")
     ] = 0
@@ -345,7 +347,8 @@ class Statistics(msgspec.Struct, kw_only=True):
             by="reason",
         ),
     ] = {}
-    """The reason is the code of the error, ``overwritten``, ``staging_full`` or ``queue_full``."""
+    """Number of blocks by reason: an error's code, ``overwritten``, ``staging_full`` or
+    ``queue_full``."""
     store_links: Annotated[
         dict[str, int],
         _gauge(
@@ -355,16 +358,17 @@ class Statistics(msgspec.Struct, kw_only=True):
             by="state",
         ),
     ] = {}
-    """They look for the store while it is not ``connected``; empty without a store."""
+    """Number of instances by state of their connection to the store. While it is not ``connected``,
+    they try again; empty without a store."""
     peer_read_blocks: Annotated[
         int,
         _counter("kv_peer_read_blocks_total", "blocks", "KV blocks taken from prefill instances."),
     ] = 0
-    """After they were verified."""
+    """Number of blocks that were read and verified."""
     peer_read_bytes: Annotated[
         int, _counter("kv_peer_read_bytes_total", "bytes", "Bytes read from prefill instances.")
     ] = 0
-    """Those included that were not taken."""
+    """Number of bytes read, including blocks that were not accepted."""
     peer_read_hidden_seconds: Annotated[
         float,
         _counter(
@@ -390,7 +394,7 @@ class Statistics(msgspec.Struct, kw_only=True):
             by="reason",
         ),
     ] = {}
-    """The reason is the code of the error, ``dropped`` or ``offline``."""
+    """Number of blocks by reason: an error's code, ``dropped`` or ``offline``."""
     rail_bytes: Annotated[
         dict[str, int],
         _counter(
@@ -400,7 +404,8 @@ class Statistics(msgspec.Struct, kw_only=True):
             by="rail",
         ),
     ] = {}
-    """A rail is a transport and the address of the other side."""
+    """Number of bytes read by rail, which is a transport together with the address of the other
+    side."""
     rail_links: Annotated[
         dict[str, int],
         _gauge(
@@ -410,14 +415,14 @@ class Statistics(msgspec.Struct, kw_only=True):
 
 
 class InstanceStats(Statistics, kw_only=True):
-    """The statistics of an instance, or of all of a server, and the stage."""
+    """Statistics and stage of an instance, or of all instances of a server together."""
 
     stage: InstanceStage
 
 
 @cache
 def list_stats() -> tuple[StatSpec, ...]:
-    """Return every declared statistic, in their order."""
+    """Return every declared statistic, in order of declaration."""
     specs: list[StatSpec] = []
     for name, hint in get_type_hints(Statistics, include_extras=True).items():
         declared = hint.__metadata__[0]
@@ -429,7 +434,7 @@ def list_stats() -> tuple[StatSpec, ...]:
 
 
 def sum_stats(stage: InstanceStage, parts: Iterable[Statistics]) -> InstanceStats:
-    """Add up statistics; those that are told apart by a label are added label by label."""
+    """Return the sum of statistics; labelled ones are summed for each label."""
     total: dict[str, Any] = {}
     for part in parts:
         for spec in list_stats():
@@ -445,76 +450,77 @@ def sum_stats(stage: InstanceStage, parts: Iterable[Statistics]) -> InstanceStat
 
 
 class ExpertCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the tokens that chose each expert since the start, prompts and answers together."""
+    """Number of times that tokens of prompts and outputs chose each expert since the start."""
 
     layers: list[int]
-    """Indexes of the layers whose experts are counted; empty: of none."""
+    """Indexes of the layers whose experts are counted; may be empty."""
     num_tokens: int
-    """Tokens that were routed; each chose as many experts in every layer."""
+    """Number of tokens counted; each chose the same number of experts in every layer."""
     counts: list[list[int]]
-    """By layer, then by expert."""
+    """Number of choices by layer and expert."""
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The store that a server runs for its instances."""
+    """State of the store that a server runs for its instances."""
 
     stage: Literal["starting", "serving", "restarting"]
     detail: str = ""
-    """Why it restarts, or did last."""
+    """Reason of the last or present restart; empty if there was none."""
     pid: int | None = None
-    """None while no process runs."""
+    """Process id; None while no process runs."""
     num_restarts: int = 0
     capacity_bytes: int = 0
-    """Bytes of its memory; 0: it has not been asked yet."""
+    """Size of its memory in bytes; 0 before its first report."""
     used_bytes: int = 0
     num_objects: int = 0
-    """In memory and on disk, each once."""
+    """Number of objects in memory and on disk, each counted once."""
     disk_capacity_bytes: int = 0
-    """Files that its SSD tier may fill; 0: it has none."""
+    """Bytes that its SSD tier may use; 0: it has none."""
     disk_used_bytes: int = 0
 
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step by feature, as the server has learnt them from an instance's steps."""
+    """Estimated cost of each feature of a step, in seconds, learned from an instance's steps."""
 
     step_s: float
-    """Seconds of every step."""
+    """Seconds of every step, whatever it computes."""
     prefill_token_s: float
     prefill_context_s: float
-    """For each token that a prefilled token attends to."""
+    """Seconds for each pair of a prefilled token and a token that it attends to."""
     decode_s: float
-    """For each sequence that decodes."""
+    """Seconds for each sequence that decodes."""
     decode_token_s: float
-    """For each KV token that a decode reads."""
+    """Seconds for each KV token that decodes read."""
     num_steps: int
-    """Steps that they were learnt from; 0: they are a guess."""
+    """Number of steps that they were learned from; 0: they are assumed."""
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance, as ``/server_info`` lists it."""
+    """State of one instance in ``/server_info``."""
 
     name: str
     role: str
-    """``unified``, ``prefill`` or ``decode``."""
+    """Role of the instance: ``unified``, ``prefill`` or ``decode``."""
     stage: StageChanged
     pid: int | None = None
-    """None while no process runs."""
+    """Process id; None while no process runs."""
     num_restarts: int = 0
     step_error: float = 0.0
-    """Mean relative error of the predicted times of its steps."""
+    """Mean relative error of the predicted durations of its steps."""
     step_costs: StepCosts | None = None
-    """By which these times are predicted; None: nobody predicts them."""
+    """Costs by which durations are predicted; None: they are not predicted."""
     is_draining: bool = False
-    """It takes no new requests."""
+    """True if it gets no new requests."""
     sources: list[str] = []
-    """Prefill instances whose blocks it can read."""
+    """Names of the prefill instances whose blocks it can read."""
     refusals: dict[str, str] = {}
-    """Why it cannot read the others, by name: what differs, or what was the matter last."""
+    """Reason by name for each prefill instance whose blocks it cannot read."""
     num_running: int = 0
-    """Requests in its batch; this and what follows as of its last answer, 0 while it is down."""
+    """Number of running requests. This and the following fields are from its last report; 0 while
+    it is down."""
     num_waiting: int = 0
     num_loading: int = 0
-    """Requests that wait for KV from the store or another instance."""
+    """Number of requests that wait for KV from the store or another instance."""
     num_blocks: int = 0
     num_used_blocks: int = 0
     num_cached_blocks: int = 0

@@ -1,4 +1,6 @@
-"""The facts that decide if two instances may share KV; kv_identity.md in prose."""
+"""The facts that decide if two instances may share KV. The page ``kv_identity.md`` explains
+them.
+"""
 
 import hashlib
 import struct
@@ -25,20 +27,18 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 IDENTITY_VERSION = 1
-"""Version of the fields of ``KvIdentity`` and their encoding; a change of either takes the next
-number."""
+"""Version of the fields of ``KvIdentity`` and their encoding; raised when either changes."""
 
 NUMERICS_VERSION = 1
-"""Version of the values that the code computes. A change that moves KV values beyond rounding (a
-mended RoPE, another activation quantization, another order of a block's bytes) takes the next
-number."""
+"""Version of the values that the code computes; raised by a change that alters KV by more than
+rounding, such as a corrected RoPE, another activation quantization or another order of bytes."""
 
 ROUNDING_VERSION = 2
-"""Version of the order of sums and roundings in the code. A change that moves bits, and values no
-further than rounding, takes the next number."""
+"""Version of the order of sums and roundings; raised by a change that alters KV by no more than
+rounding."""
 
 KvSharing = Literal["relaxed", "strict"]
-"""``relaxed``: KV is shared between rounding classes. ``strict``: it is not."""
+"""``relaxed``: instances that differ in ``RoundingClass`` share KV. ``strict``: they do not."""
 
 
 class RoundingClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,19 +50,21 @@ class RoundingClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     version: NonNegativeInt = ROUNDING_VERSION
-    """Order of sums in the code: a release that reorders them keeps the caches of the last one."""
+    """Version of the order of sums. It is apart from ``KvIdentity``, so that a release that
+    reorders sums can use the caches of the one before."""
     expert_parts: PositiveInt = 1
-    """Shares of the experts' intermediate size: each share is summed by itself, then the shares."""
+    """Number of parts into which the experts' intermediate size is divided; each part is summed by
+    itself, then the parts."""
     bf16_unit: str = ""
-    """Instruction set that multiplies bf16 pairs in one rounding (``avx512_bf16``, ``amx``); empty
-    where products are IEEE operations, which agree on all other instruction sets, or where nothing
+    """Instruction set that multiplies pairs of bf16 with one rounding (``avx512_bf16``, ``amx``).
+    Empty if products are IEEE operations, which agree on all other instruction sets, or if nothing
     is bf16."""
     operators: str = ""
-    """Hash over which implementation runs each module: a fused, a packed and a plain product of the
+    """Hash over the implementation that runs each module: fused, packed and plain products of the
     same weights differ in the order of sums."""
     torch: str = ""
-    """Version of torch, and instruction set or GPU, where torch multiplies: its libraries choose
-    the order of sums. Empty where all products are native, those of attention included."""
+    """Version of torch, and instruction set or GPU, if torch computes products, because its
+    libraries choose the order of sums. Empty if all products, including attention's, are native."""
 
     @property
     def digest(self) -> bytes:
@@ -71,69 +73,73 @@ class RoundingClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class IdentityDifference(msgspec.Struct, frozen=True):
-    """One fact in which two identities differ."""
+    """A fact in which two identities differ."""
 
     field: str
-    """Dotted: ``dtype``, ``config.rms_norm_eps``, ``formats.model.layers.3.mlp.experts``."""
+    """Dotted name: ``dtype``, ``config.rms_norm_eps``, ``formats.model.layers.3.mlp.experts``."""
     ours: Any
-    """None: the fact is absent."""
+    """Our value; None if the fact is absent."""
     theirs: Any
     forbids: bool
-    """True if KV may not be shared because of it."""
+    """True if KV may not be shared because of this difference."""
 
     def __str__(self) -> str:
-        """Return a line for a message."""
+        """Return the difference as a line of text."""
         return f"{self.field}: {self.ours!r} here, {self.theirs!r} there"
 
 
 class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Facts that must be equal for the KV of equal tokens to be interchangeable between instances.
+    """Facts that must be equal for two instances to use each other's KV of equal tokens.
 
-    It belongs to the whole model: of a rank of tensor parallelism, ``layout`` still has all heads.
-    The salt of a request is not in it, since identities are logged and sent to peers and a salt may
-    be a secret; it goes into the root key.
+    An identity describes the whole model: even for one rank of tensor parallelism, ``layout`` has
+    all heads. A request's salt is not part of it, because identities are logged and sent to peers
+    and a salt may be secret; the salt goes into the root key.
+
+    "Forbids" in a field's description gives the reason why a difference in it forbids sharing.
     """
 
     version: NonNegativeInt = IDENTITY_VERSION
-    """Forbids: identities of other versions state other facts."""
+    """Version of the fields of this struct. Forbids: other versions state other facts."""
     numerics_version: NonNegativeInt = NUMERICS_VERSION
-    """Forbids: the code that wrote the block computed other values; SSDs outlive upgrades."""
+    """Version of the computed values. Forbids: blocks on SSDs outlive upgrades of the code."""
     weights: str
-    """SHA-256 over every byte of the weights, hex. Forbids: other weights give other KV. The names
-    and number of files do not count."""
+    """SHA-256 over all bytes of the weights, hex; names and number of files do not matter. Forbids:
+    other weights give other KV."""
     config: dict[str, str]
-    """Fields of the model's configuration as JSON, defaults filled in, without those that are known
-    not to change values. Forbids: the same weights under another epsilon, RoPE or top-k give other
-    KV. An unknown field counts."""
+    """Fields of the model's configuration as JSON, with defaults, without fields known not to
+    change values. Forbids: the same weights give other KV with another epsilon, RoPE or top-k."""
     dtype: str
-    """Dtype of activations, and of weights without a format. Forbids: bfloat16 keeps 8 bits of what
-    float32 computes, which is a coarser value and not another order of sums."""
+    """Dtype of activations, and of weights without a format. Forbids: values in bfloat16 are
+    coarser than in float32, by more than another order of sums."""
     formats: dict[str, str]
-    """Weight format by module, where it is not ``dtype``. Forbids: quantized weights are other
-    weights. The head counts though no KV depends on it: instances that serve one request by turns
-    must agree on its tokens."""
+    """Weight format by module, if it is not ``dtype``. Forbids: quantized weights are other
+    weights. The head is included although no KV depends on it: instances that continue each other's
+    requests must agree on tokens."""
     layout: KVLayout
-    """Forbids: a block of another size, order or KV dtype cannot be read as ours."""
+    """Layout of blocks. Forbids: a block of another size, order or dtype cannot be read as ours."""
     states: StateLayout | None = None
-    """The layout of states; None where no layer has one. Forbids: a state of another size or order
-    cannot be read as ours."""
+    """Layout of recurrent states; None if no layer has one. Forbids: a state of another size or
+    order cannot be read as ours."""
     windows: WindowLayout | None = None
-    """The layout of the blocks of layers with a window, where they are not part of ``layout``.
-    Forbids: a block without these layers cannot be read as one that has them."""
+    """Layout of the sliding-window layers' own blocks; None if these layers are part of ``layout``.
+    Forbids: a block without these layers cannot be read as one with them."""
     num_deferred_experts: NonNegativeInt = 0
-    """Experts of a token whose output is added one layer later. Forbids: each layer reads other
-    hidden states than without deferral."""
+    """Number of experts per token whose output is added one layer later. Forbids: layers get other
+    inputs than without deferral."""
     adapter: str = ""
     """SHA-256 over the adapter's weights and configuration, hex; empty for none. Forbids: an
     adapter changes the projections that make KV."""
     sharing: KvSharing = "relaxed"
-    """Forbids: a strict instance must not find what relaxed ones exchanged."""
+    """Policy of sharing. Forbids: a strict instance must not find KV that relaxed ones have
+    exchanged."""
     rounding: RoundingClass = RoundingClass()
-    """Forbids where ``sharing`` is ``strict``; else blocks are shared between rounding classes."""
+    """Facts about rounding. Forbids if ``sharing`` is ``strict``."""
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 over all that forbids sharing, 32 bytes: equal digests share KV."""
+        """SHA-256 over all facts that forbid sharing, 32 bytes: instances with equal digests share
+        KV.
+        """
         fields = msgspec.to_builtins(self)
         if self.sharing != "strict":
             del fields["rounding"]
@@ -150,20 +156,21 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def system_fingerprint(self) -> str:
-        """The fingerprint that answers of the API show; equal ones promise the same tokens for the
-        same seed.
+        """Fingerprint in answers of the API: with equal ones, the same seed gives the same tokens.
 
-        With ``sharing="relaxed"`` the promise holds as long as no block of another rounding class
-        was reused; with ``strict`` always.
+        With ``sharing="relaxed"``, this holds only if no block of another rounding class was
+        reused.
         """
         return f"fp_{self.digest.hex()[:12]}_{self.rounding.digest.hex()[:6]}"
 
     def root_key(self, salt: str = "") -> bytes:
-        """Return the key that chains of blocks start from; see ``make_root_key``."""
+        """Return the first key of chains of block keys with this salt; see ``make_root_key``."""
         return make_root_key(self.digest, salt)
 
     def compare(self, other: "KvIdentity") -> list[IdentityDifference]:
-        """Return all facts that differ, by name; none of them ``forbids`` if KV may be shared."""
+        """Return all facts that differ, by name. KV may be shared if none of them ``forbids``
+        it.
+        """
         ours, theirs = _flatten(self), _flatten(other)
         is_strict = "strict" in (self.sharing, other.sharing)
         return [
@@ -179,23 +186,25 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def make_root_key(digest: bytes, salt: str) -> bytes:
-    """Return the key that chains of blocks start from.
+    """Return the first key of chains of block keys.
 
     Args:
         digest: ``KvIdentity.digest``.
-        salt: separates users who must not share; ``""`` is a salt like any other.
+        salt: separates users who must not share KV; ``""`` is a salt like any other.
     """
-    # The length prefix keeps ("ab", "c") apart from ("a", "bc").
+    # The length prefix makes ("ab", "c") and ("a", "bc") give different hashes.
     return hashlib.sha256(struct.pack("<Q", len(digest)) + digest + salt.encode()).digest()
 
 
 def _hash_fields(domain: bytes, fields: dict[str, Any]) -> bytes:
-    """Hash JSON with sorted keys, so that the order of declaration and of insertion is free."""
+    """Return the SHA-256 of the fields as JSON with sorted keys, so that their order does not
+    matter.
+    """
     return hashlib.sha256(domain + msgspec.json.encode(fields, order="sorted")).digest()
 
 
 def _flatten(identity: KvIdentity) -> dict[str, Any]:
-    """Return every fact by its dotted name; a mapping's facts are its entries."""
+    """Return every fact by its dotted name; each entry of a mapping is a fact."""
     facts: dict[str, Any] = {}
     for name, value in msgspec.to_builtins(identity).items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The one layout of a KV block in every tier: device, host, SSD, remote."""
+"""The layout of a KV block, the same in every tier: device, host, SSD, remote."""
 
 from collections.abc import Sequence
 from math import prod
@@ -23,10 +23,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by the name that torch and the configuration use."""
 
 KV_CODE_BYTES = {"int8": 1, "fp8": 1}
-"""Bytes of one element of KV that is stored in codes with scales: integers, and e4m3."""
+"""Bytes of one element of quantized KV, which has scales: int8, and fp8 in e4m3."""
 
 SCALE_BYTES = 2
-"""A scale is fp16: one for each row of a chunk, as for the key of a head and token."""
+"""Bytes of a scale, fp16. There is one for each row of a chunk, such as one head's key of one
+token."""
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 
@@ -35,45 +36,44 @@ class LayerSlice(NamedTuple):
     """The place of one layer of one block in a pool of blocks."""
 
     offset: int
-    """Bytes from the begin of the pool."""
+    """Offset from the start of the pool, bytes."""
     length: int
-    """Bytes."""
+    """Length in bytes."""
 
 
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The common part of the layouts of a KV block: ``[num_layers, *layer_shape]``.
 
-    A block is one contiguous object; one layer of it is one contiguous slice. The elements of a
-    layer are ``[*chunk_shape, block_size, row_size]``. Where KV is coded (``int8``, ``fp8``), a
-    layer's codes are followed by its scales in the same slice: fp16 ``[*chunk_shape, block_size]``.
-    Version 1 of the layout.
+    A block is contiguous, and so is each of its layers. The elements of a layer are
+    ``[*chunk_shape, block_size, row_size]``. For quantized KV (``int8``, ``fp8``), they are
+    followed by the layer's scales: fp16 ``[*chunk_shape, block_size]``. Version 1 of the layout.
     """
 
     num_layers: Annotated[int, Meta(ge=0)]
-    """0 where no layer sees all tokens: blocks then have no memory."""
+    """Number of layers; 0 if no layer attends to all tokens, and blocks then have no memory."""
     block_size: PositiveInt = 64
-    """Tokens a block holds."""
+    """Number of tokens of a block."""
     dtype: str = "bfloat16"
-    """A name of ``DTYPE_BYTES`` or of ``KV_CODE_BYTES``."""
+    """Name of a dtype in ``DTYPE_BYTES``, or of a quantization in ``KV_CODE_BYTES``."""
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """The number of chunks of ``[block_size, row_size]`` elements a layer has, by dimension."""
+        """Shape of a layer's array of chunks, each of which is ``[block_size, row_size]``."""
         raise NotImplementedError
 
     @property
     def row_size(self) -> int:
-        """Elements of one token in one chunk."""
+        """Number of elements of one token in one chunk."""
         raise NotImplementedError
 
     @property
     def chunks_per_layer(self) -> int:
-        """Chunks that a layer of a block consists of."""
+        """Number of chunks of one layer of a block."""
         return prod(self.chunk_shape)
 
     @property
     def is_coded(self) -> bool:
-        """True if keys and values are codes with scales."""
+        """True if keys and values are quantized, with scales."""
         return self.dtype in KV_CODE_BYTES
 
     @property
@@ -83,24 +83,24 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one block: of its elements, or where it is coded of its bytes, [layers, n]."""
+        """Shape of one block in elements or, for quantized KV, in bytes as [layers, n]."""
         if self.is_coded:
             return (self.num_layers, self.bytes_per_layer)
         return (self.num_layers, *self.layer_shape)
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """Shape of the elements of one layer of a block; tokens are the last dimension but one."""
+        """Shape of one layer of a block, in elements; tokens are the last dimension but one."""
         return (*self.chunk_shape, self.block_size, self.row_size)
 
     @property
     def scale_offset(self) -> int:
-        """Byte offset of the scales within a layer's slice: behind all elements."""
+        """Offset in bytes of the scales in a layer's slice, after all elements."""
         return prod(self.layer_shape) * self.item_bytes
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of one layer of one block, scales included, index keys not."""
+        """Bytes of one layer of one block, with scales, without index keys."""
         scales = self.chunks_per_layer * self.block_size * SCALE_BYTES if self.is_coded else 0
         return self.scale_offset + scales
 
@@ -111,13 +111,13 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token of context takes, all layers."""
+        """Bytes of KV of one token in all layers."""
         return self.bytes_per_block // self.block_size
 
     def layer_slice(self, block_id: int, layer_idx: int) -> LayerSlice:
-        """Return where a layer of a block lies in a pool of blocks that follow each other.
+        """Return the place of a layer of a block in a pool, whose blocks follow each other.
 
-        With ``block_id`` 0 this is also its place within any block.
+        With ``block_id`` 0, this is also the layer's place in any block.
         """
         assert block_id >= 0, block_id
         assert 0 <= layer_idx < self.num_layers, (layer_idx, self.num_layers)
@@ -137,21 +137,23 @@ class GqaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="g
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Keys and values, by head."""
+        """Two (keys, values) by the number of KV heads."""
         return (2, self.num_kv_heads)
 
     @property
     def row_size(self) -> int:
-        """Elements of one head's key or value."""
+        """Number of elements of one head's key or value."""
         return self.head_dim
 
     @property
     def value_size(self) -> int:
-        """Elements of one head's value."""
+        """Number of elements of one head's value."""
         return self.head_dim
 
     def head_offset(self, layer_idx: int, kind: int, head_idx: int) -> int:
-        """Byte offset of one head's keys (``kind`` 0) or values (1) of a layer, in a block."""
+        """Return the offset in bytes, in a block, of a head's keys (``kind`` 0) or values (1) of a
+        layer.
+        """
         assert kind in (0, 1), kind
         assert 0 <= head_idx < self.num_kv_heads, (head_idx, self.num_kv_heads)
         rows = kind * self.num_kv_heads + head_idx
@@ -162,23 +164,23 @@ class GqaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="g
 class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="mla"):
     """Latents that all heads share: ``[num_layers, block_size, kv_lora_rank + rope_dim]``.
 
-    Layers that choose tokens by an index have its keys behind their latents.
-
-    A token's row is its compressed latent, which is also its value, and then the rotated part of
-    its key (multi-head latent attention, DeepSeek-V2 report, section 2.1).
+    A token's row is its compressed latent, which is also its value, followed by the rotated part of
+    its key (multi-head latent attention, DeepSeek-V2 report, section 2.1). In layers of sparse
+    attention that have an index, the index keys follow the latents.
     """
 
     kv_lora_rank: PositiveInt
     rope_dim: Annotated[int, Meta(ge=0)]
     index_dim: Annotated[int, Meta(ge=0)] = 0
-    """Elements of a token's index key, by which sparse attention chooses; 0: there is none."""
+    """Number of elements of a token's index key, by which sparse attention chooses tokens; 0:
+    none."""
     index_layers: tuple[int, ...] = ()
-    """Numbers of the layers with index keys, ascending. Behind all else such a layer's slice has
-    ``[block_size, index_dim]`` elements and, where KV is coded, their scales."""
+    """Indexes of the layers with index keys, ascending. Such a layer's slice ends with
+    ``[block_size, index_dim]`` elements and, for quantized KV, their scales."""
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of one block's index keys in one layer that has them."""
+        """Bytes of the index keys of one block in one layer that has them."""
         if not self.index_layers:
             return 0
         scale = SCALE_BYTES if self.is_coded else 0
@@ -186,19 +188,21 @@ class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="m
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, all layers and their index keys."""
+        """Bytes of one block in all layers, index keys included."""
         latents = self.bytes_per_layer * self.num_layers
         return latents + self.index_bytes * len(self.index_layers)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one block; with index keys, of its elements or bytes in a row."""
+        """Shape of one block; if it has index keys, one dimension of its elements or bytes."""
         if self.index_layers:
             return (self.bytes_per_block // (1 if self.is_coded else self.item_bytes),)
         return super().shape
 
     def layer_slice(self, block_id: int, layer_idx: int) -> LayerSlice:
-        """Return where a layer of a block lies, its index keys included; see ``BlockLayout``."""
+        """Return the place of a layer of a block in a pool, index keys included; see
+        ``BlockLayout``.
+        """
         assert block_id >= 0, block_id
         assert 0 <= layer_idx < self.num_layers, (layer_idx, self.num_layers)
         before = sum(layer < layer_idx for layer in self.index_layers)
@@ -213,48 +217,49 @@ class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="m
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """One chunk: no dimension."""
+        """Empty, because a layer has a single chunk."""
         return ()
 
     @property
     def row_size(self) -> int:
-        """Elements of the latent and of the rotated part."""
+        """Number of elements of the latent and of the rotated part of the key."""
         return self.kv_lora_rank + self.rope_dim
 
     @property
     def value_size(self) -> int:
-        """Elements of a row that are its value: the latent."""
+        """Number of elements of a row that are its value: the latent."""
         return self.kv_lora_rank
 
 
 KVLayout = GqaLayout | MlaLayout
-"""The layout of one KV block; ``kind`` tells them apart where it is encoded."""
+"""Layout of a KV block; ``kind`` distinguishes the two in encoded form."""
 
 
 class WindowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The blocks of the layers that see a window, which lie in a pool of their own.
+    """The layout of the sliding-window layers' blocks, which are in a pool of their own.
 
-    They hold as many tokens as the blocks of the other layers, and stand at the same positions.
+    They have as many tokens as full blocks and cover the same positions.
     """
 
     layout: KVLayout
-    """Layout of a block of these layers."""
+    """Layout of a block of the sliding-window layers."""
     window: PositiveInt
-    """Tokens that a token sees, itself included; the most of all these layers."""
+    """Number of tokens that a token attends to, itself included; the largest of all these
+    layers."""
     layers: tuple[int, ...]
-    """Their numbers among the layers with KV, ascending."""
+    """Indexes of the sliding-window layers among the layers with KV, ascending."""
 
 
 def split_layout(
     whole: KVLayout, layers: Sequence[int], window: int, sizes: tuple[int, int] | None = None
 ) -> tuple[KVLayout, WindowLayout | None]:
-    """Return the layout of the layers that see all tokens, and that of the others.
+    """Return the layout of the layers that attend to all tokens, and that of the window layers.
 
     Args:
-        whole: of all layers with KV.
-        layers: those with a window.
-        window: tokens that such a layer sees.
-        sizes: (KV heads, items of a head) of those with a window; None: as of the others.
+        whole: layout of all layers with KV.
+        layers: indexes of the window layers among them.
+        window: number of tokens that a token attends to in such a layer.
+        sizes: (KV heads, elements of a head) of the window layers; None: as the other layers.
     """
     if not layers:
         return whole, None

@@ -1,8 +1,9 @@
-"""Log lines on standard error, ``key=value`` text or JSON, with the request's id if there is one.
+"""Log lines on standard error, as ``key=value`` text or JSON, with the request's id if there is
+one.
 
-Only a process's entry point calls ``configure_logging``; the library never does. INFO is a change
-of state of a process or a peer, and the access log's one line for each HTTP request; all else that
-is per request is DEBUG, and nothing is logged per token.
+Only a process's entry point calls ``configure_logging``; the library never does. INFO is for
+changes of state of a process or a peer, and for the access log's line per HTTP request; anything
+else per request is DEBUG, and nothing is logged per token.
 """
 
 import json
@@ -20,12 +21,12 @@ from tandem.core.errors import TandemError
 __all__ = ["LogFormat", "LogLevel", "configure_logging", "current_request_id"]
 
 MAX_REPEATS = 10
-"""Warnings of one place in the code that are written within ``REPEAT_WINDOW_S``."""
+"""Number of warnings from one place in the code that are written within ``REPEAT_WINDOW_S``."""
 REPEAT_WINDOW_S = 10.0
 _MAX_PLACES = 256
 _KEY_CHARS = 48
-"""Leading characters of a message's template: libraries put addresses into theirs, after what it is
-about."""
+"""Number of leading characters by which messages of one place are taken as equal; libraries put
+varying addresses later in their messages."""
 
 
 class LogLevel(StrEnum):
@@ -38,14 +39,14 @@ class LogLevel(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """The format of a line."""
+    """The format of a log line."""
 
     TEXT = "text"
     JSON = "json"
 
 
 current_request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Set while a request is handled; every log record made meanwhile carries it."""
+"""Id of the request being handled in this context; every log record made meanwhile carries it."""
 
 
 class _KeyValueFormatter(logging.Formatter):
@@ -77,7 +78,9 @@ class _KeyValueFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line; ``message`` is the text of the other format without what has a field."""
+    """A formatter that writes one JSON object per line, with fields for the parts of the
+    message.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -106,9 +109,9 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _RepeatFilter(logging.Filter):
-    """Drops warnings and errors that one place repeats, and says how many with the next line.
+    """A filter that drops repeated warnings and errors of one place, and adds their number later.
 
-    A server without descriptors would write thousands of lines a second, all of them the same.
+    A server without free descriptors, for example, would write thousands of equal lines a second.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +120,7 @@ class _RepeatFilter(logging.Filter):
         self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is written."""
+        """Return True if a record is to be written."""
         if record.levelno < logging.WARNING:
             return True
         key = (record.name, str(record.msg)[:_KEY_CHARS])
@@ -138,7 +141,7 @@ class _RepeatFilter(logging.Filter):
 def configure_logging(process: str, level: str = LogLevel.INFO, form: str = LogFormat.TEXT) -> None:
     """Send this process's log lines to standard error; call once, at its entry point.
 
-    Raises: ValueError (``level`` is no ``LogLevel``, ``form`` no ``LogFormat``).
+    Raises: ValueError (``level`` is not a ``LogLevel``, or ``form`` not a ``LogFormat``).
     """
     handler = logging.StreamHandler(sys.stderr)
     is_json = LogFormat(form) is LogFormat.JSON

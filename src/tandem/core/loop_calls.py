@@ -1,4 +1,4 @@
-"""Event loops of other threads: a thread that runs one, and calls into it."""
+"""Threads that run an event loop, and calls into it from other threads."""
 
 import asyncio
 import concurrent.futures
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """A thread with an event loop, which runs until it is closed.
+    """A thread that runs an event loop until it is closed.
 
     Args:
-        name: of the thread.
-        loop_factory: makes the loop; None: asyncio's own.
+        name: name of the thread.
+        loop_factory: makes the loop; None: asyncio's default.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class LoopThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop, for ``call_soon_threadsafe``."""
+        """The event loop, for ``call_soon_threadsafe``."""
         return self._loop
 
     @property
     def is_current(self) -> bool:
-        """True on the thread itself, where ``run`` would wait for ever."""
+        """True if the caller is on this thread, where ``run`` would wait for ever."""
         return threading.current_thread() is self._thread
 
     def submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-        """Begin a coroutine on the loop; from any thread.
+        """Start a coroutine on the loop, from any thread; return a future of its result.
 
         Raises: RuntimeError (the loop is closed; ``work`` is closed too).
         """
@@ -54,9 +54,11 @@ class LoopThread:
             raise
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Return the result of a coroutine; blocks, and cancels it when interrupted or too late.
+        """Run a coroutine on the loop and return its result; block until then.
 
-        Raises: TimeoutError; RuntimeError (the loop is closed); as ``work`` raises.
+        An interrupt or the time limit cancels the coroutine.
+
+        Raises: TimeoutError; RuntimeError (the loop is closed); errors of ``work``.
         """
         future = self.submit(work)
         try:
@@ -66,13 +68,13 @@ class LoopThread:
             raise
 
     async def call(self, work: Coroutine[Any, Any, T], where: str) -> T:
-        """Return the result of a coroutine; from another event loop.
+        """Run a coroutine on this loop, awaited from another event loop; return its result.
 
         Args:
-            work: closed if it cannot run.
-            where: names the caller in the error.
+            work: the coroutine; closed if it cannot run.
+            where: name of the caller's operation, for errors.
 
-        Raises: PeerLostError (the loop is closed); as ``work`` raises.
+        Raises: PeerLostError (the loop is closed); errors of ``work``.
         """
         try:
             future = self.submit(work)
@@ -81,7 +83,7 @@ class LoopThread:
         return await asyncio.wrap_future(future)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Stop the loop, cancel what it runs, wait for the thread to end. Idempotent."""
+        """Stop the loop, cancel its tasks and wait for the thread to end. Idempotent."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)

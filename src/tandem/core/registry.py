@@ -1,4 +1,6 @@
-"""A table of named things with aliases: names in a file resolve here, never by an import path."""
+"""A table of named objects with aliases. Names in files are looked up here, never imported by
+path.
+"""
 
 import difflib
 from collections.abc import Iterator
@@ -12,10 +14,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to values, filled once at import; later lookups only read, from any thread.
+    """A map from names to values, filled when modules are imported; any thread may look up.
 
     Args:
-        noun: what is registered, for messages ("operator").
+        noun: kind of the values, such as "operator", for messages.
     """
 
     def __init__(self, noun: str) -> None:
@@ -24,7 +26,7 @@ class Registry(Generic[T]):
         self._aliases: dict[str, str] = {}
 
     def add(self, name: str, value: T, *, aliases: tuple[str, ...] = ()) -> None:
-        """Register ``value``; a name or alias already taken raises ``ConflictError``."""
+        """Register ``value``. Raises ConflictError if the name or an alias is taken."""
         for taken in (name, *aliases):
             if taken in self:
                 raise ConflictError(
@@ -34,10 +36,10 @@ class Registry(Generic[T]):
         self._aliases.update(dict.fromkeys(aliases, name))
 
     def resolve(self, name: str, *, where: str, field: str | None = None) -> T:
-        """Return what ``name``, or the alias ``name``, stands for.
+        """Return the value registered under a name or alias.
 
         Raises:
-            ConfigError: unknown; the text names the nearest known names.
+            ConfigError: no such name; the text lists the most similar known names.
         """
         value = self._values.get(self._aliases.get(name, name))
         if value is None:
@@ -47,7 +49,7 @@ class Registry(Generic[T]):
         return value
 
     def canonical_name(self, name: str) -> str:
-        """Return the name behind an alias; other names come back as they are."""
+        """Return the name for an alias; any other name is returned unchanged."""
         return self._aliases.get(name, name)
 
     def __contains__(self, name: str) -> bool:

@@ -1,8 +1,8 @@
-"""A model, its plan and its KV cache, in plain numbers: no torch, no files.
+"""Sizes of a model and of its KV cache, as plain data: no torch, no files.
 
-``ModelSpec`` is read from a checkpoint's ``config.json`` by ``tandem.models``; ``KVLayout`` is the
-one layout of a KV block in every tier, so that the engine, the store and the simulator compute the
-same sizes from the same struct; ``KvIdentity`` decides whether two instances may share blocks.
+``tandem.models`` reads ``ModelSpec`` from a checkpoint's ``config.json``. ``KVLayout`` is the
+layout of a KV block in every tier, so that the engine, the store and the simulator compute equal
+sizes. ``KvIdentity`` decides if two instances may share blocks.
 """
 
 from typing import Annotated
@@ -59,89 +59,94 @@ __all__ = [
 PositiveInt = Annotated[int, Meta(ge=1)]
 
 NO_OUTPUT = 1 << 62
-"""The length of a prompt that has no end: all of a sequence's tokens belong to it."""
+"""Prompt length that means that a sequence has no output: all its tokens belong to the prompt."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decoder-only language model as its configuration describes it."""
 
     name: str
-    """The name that the user gave: a folder's name or a hub id."""
+    """Name that the user gave: a folder's name or a hub id."""
     model_type: str
     architecture: str
     num_layers: PositiveInt
     num_state_layers: Annotated[int, Meta(ge=0)] = 0
-    """Layers that keep a state instead of KV."""
+    """Number of layers that keep a recurrent state instead of KV."""
     num_plain_layers: Annotated[int, Meta(ge=0)] = 0
-    """Layers that keep nothing: an MLP, or experts, alone."""
+    """Number of layers that keep nothing, being only an MLP or experts."""
     num_shared_kv_layers: Annotated[int, Meta(ge=0)] = 0
-    """Layers that read the KV of another one and keep none."""
+    """Number of layers that use another layer's KV and keep none."""
     num_heads: PositiveInt
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
-    """Items of a key."""
+    """Number of elements of a head's key."""
     kv_lora_rank: Annotated[int, Meta(ge=0)] = 0
-    """For multi-head latent attention: items of the latent that all heads share; 0 is another."""
+    """Multi-head latent attention: number of elements of the latent that all heads share; 0:
+    another attention."""
     rope_dim: Annotated[int, Meta(ge=0)] = 0
-    """For the same: rotated items of a key, which all heads share too."""
+    """Multi-head latent attention: number of rotated elements of a key, which all heads share."""
     index_dim: Annotated[int, Meta(ge=0)] = 0
-    """Items of an index key, by which sparse attention chooses tokens; 0 is no index."""
+    """Number of elements of an index key, by which sparse attention chooses tokens; 0: no index."""
     index_layers: tuple[int, ...] = ()
-    """Numbers, among the layers with KV, of those that have an index of their own."""
+    """Indexes, among the layers with KV, of those with a sparse attention index of their own."""
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    """Size of a dense MLP; models whose layers are all MoE carry it too."""
+    """Intermediate size of a dense MLP; also set for models whose layers are all MoE."""
     vocab_size: PositiveInt
     num_labels: Annotated[int, Meta(ge=0)] = 0
-    """Labels of a head that classifies; 0: the model has a head that gives tokens."""
+    """Number of labels of a classification model; 0: the model generates tokens."""
     max_position_embeddings: PositiveInt
-    """Tokens of context that the checkpoint promises."""
+    """Context length in tokens that the checkpoint states."""
     num_experts: Annotated[int, Meta(ge=0)] = 0
-    """Routed experts of an MoE layer; 0 is a dense model."""
+    """Number of routed experts of an MoE layer; 0: a dense model."""
     top_k: Annotated[int, Meta(ge=0)] = 0
-    """Routed experts that one token uses."""
+    """Number of routed experts per token."""
     moe_intermediate_size: Annotated[int, Meta(ge=0)] = 0
     num_moe_layers: Annotated[int, Meta(ge=0)] = 0
     tie_word_embeddings: bool = False
     state_heads: Annotated[int, Meta(ge=0)] = 0
-    """Heads that have a matrix in layers with a state; 0 where there is no such layer, or those
-    keep the inputs of a convolution alone."""
+    """Number of heads with a matrix in layers with a recurrent state; 0 if there are no such
+    layers, or their state is a convolution's inputs only."""
     state_key_dim: Annotated[int, Meta(ge=0)] = 0
     state_value_dim: Annotated[int, Meta(ge=0)] = 0
     conv_channels: Annotated[int, Meta(ge=0)] = 0
-    """Channels of the short convolution of those layers."""
+    """Number of channels of the short convolution in layers with a recurrent state."""
     conv_width: Annotated[int, Meta(ge=0)] = 0
-    """Inputs that an output of it sees."""
+    """Width of the short convolution in layers with a recurrent state: number of inputs per
+    output."""
     has_qk_norm: bool = False
     sliding_window: Annotated[int, Meta(ge=0)] = 0
-    """Tokens that a token sees in layers with a window, itself included; 0 is no such layer."""
+    """Number of tokens that a token attends to in sliding-window layers, itself included; 0: no
+    such layer."""
     window_layers: tuple[int, ...] = ()
-    """Numbers of those layers among the layers with KV."""
+    """Indexes of the sliding-window layers among the layers with KV."""
     window_sizes: tuple[int, int] | None = None
-    """KV heads and items of a key of those layers, where they differ from those of the others."""
+    """Number of KV heads and of elements of a key in sliding-window layers, if they differ from the
+    other layers'; otherwise None."""
     has_sinks: bool = False
-    """Heads have a logit that takes weight and adds nothing."""
+    """True if heads have attention sinks: a logit in the softmax's sum that adds no value."""
     rope_type: str = "default"
     checkpoint_dtype: str = "bfloat16"
-    """The dtype that the configuration declares for the stored weights."""
+    """Dtype of the stored weights, as the configuration states it."""
     expert_format: str = ""
-    """The weight format in which the checkpoint stores its routed experts; empty: in the dtype."""
+    """Weight format of the routed experts in the checkpoint; empty: the dtype."""
     dtype: str = "bfloat16"
-    """The dtype that ``dtype="auto"`` runs in."""
+    """Dtype in which the model runs with ``dtype="auto"``."""
     dtype_reason: str = ""
-    """Why ``dtype`` is what it is, as a sentence."""
+    """Reason for ``dtype``, as a sentence."""
     num_parameters: Annotated[int, Meta(ge=0)] = 0
-    """Parameters held in memory; tied embeddings count once."""
+    """Number of parameters in memory; tied embeddings count once."""
     num_active_parameters: Annotated[int, Meta(ge=0)] = 0
-    """Parameters that one token reads: all but the experts it is not routed to."""
+    """Number of parameters that computing one token uses: without experts that it is not routed
+    to."""
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-text ids of the configuration and of ``generation_config.json``, in that order."""
+    """End-of-text ids of ``config.json``, then of ``generation_config.json``."""
     bos_token_id: int | None = None
     pad_token_id: int | None = None
 
     @property
     def num_logits(self) -> int:
-        """Rows of the head: tokens, or labels."""
+        """Number of rows of the head: tokens, or labels."""
         return self.num_labels or self.vocab_size
 
     @property
@@ -151,21 +156,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers that keep KV."""
+        """Number of layers that keep KV."""
         without = self.num_state_layers + self.num_plain_layers + self.num_shared_kv_layers
         return self.num_layers - without
 
     def split_windows(self, layout: KVLayout) -> tuple[KVLayout, WindowLayout | None]:
-        """Return the layouts of the layers that see all tokens, and of those with a window.
+        """Return the layout of the layers that attend to all tokens, and that of the window layers.
 
         Args:
-            layout: of blocks of all layers with KV.
+            layout: layout of blocks of all layers with KV.
         """
         return split_layout(layout, self.window_layers, self.sliding_window, self.window_sizes)
 
     @property
     def state_layout(self) -> StateLayout | None:
-        """The layout of a sequence's state; None where no layer has one."""
+        """Layout of a sequence's recurrent state; None if no layer has one."""
         if not self.num_state_layers:
             return None
         return StateLayout(

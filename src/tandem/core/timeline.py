@@ -1,8 +1,8 @@
-"""The timeline of one request: the record that ``tandem explain`` shows.
+"""The timeline of one request: the data that ``tandem explain`` shows.
 
-An instance tells its part (``InstanceTimeline``) when it is asked for a request; the server adds
-its own and answers with a ``RequestTimeline``. All times are seconds on a monotonic clock, relative
-to the arrival at the process that reports them. No token of a prompt or an answer is part of it.
+An instance reports its part (``InstanceTimeline``) when asked for a request; the server adds its
+own and answers with a ``RequestTimeline``. All times are seconds on a monotonic clock, from the
+request's arrival at the process that reports them. It contains no token of a prompt or an answer.
 """
 
 from enum import StrEnum
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class MissReason(StrEnum):
-    """Why the KV of a prompt's next tokens was computed instead of reused."""
+    """The reason why the KV of a prompt's next tokens was computed and not reused."""
 
     DISABLED = "disabled"
     NEEDS_LOGITS = "needs_logits"
@@ -66,17 +66,17 @@ _WORDS = {
 
 
 class PrefixMiss(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The place at which the reuse of a prompt ended, and the reason."""
+    """The position at which the reuse of a prompt's KV ended, and the reason."""
 
     reason: MissReason
     position: int
-    """Index in the prompt of the first token that was computed; with ``DIFFERS`` also the first
-    that differs. What the other prompt has there is not told: it may be another user's."""
+    """Index in the prompt of the first token that was computed. With ``DIFFERS`` it is the first
+    that differs from another prompt, whose token is not shown, because it may be another user's."""
     detail: str = ""
 
 
 def describe_miss(miss: PrefixMiss) -> str:
-    """Return the reason in words."""
+    """Return the reason of a miss in words."""
     return _WORDS[miss.reason].format(position=miss.position, detail=miss.detail or "?")
 
 
@@ -84,27 +84,27 @@ class StoreLookup(msgspec.Struct, frozen=True, kw_only=True):
     """The lookup in the store when a request arrived."""
 
     asked_blocks: int
-    """Full blocks of the prompt that the device lacked."""
+    """Number of full blocks of the prompt that the device lacked."""
     found_blocks: int
     seconds: float
     is_answered: bool
-    """False: not in time, or no store was there."""
+    """False if the store did not answer in time, or none was connected."""
 
 
 class KvLoadRecord(msgspec.Struct, kw_only=True):
     """One load of blocks for a request."""
 
     source: str
-    """``store``, or the name of the prefill instance."""
+    """``store``, or name of the prefill instance."""
     begin_s: float
     end_s: float | None = None
-    """None while it goes on."""
+    """Time of its end; None while it is in progress."""
     asked_blocks: int
     loaded_blocks: int = 0
     loaded_bytes: int = 0
     failures: dict[str, int] = {}
-    """Blocks that did not come, by reason: an error's code, ``too_late``, ``after_gap``,
-    ``given_up`` or what the tier calls it."""
+    """Number of blocks that did not arrive, by reason: an error's code, ``too_late``,
+    ``after_gap``, ``given_up``, or a reason of the tier."""
 
 
 class ConsideredInstance(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,55 +112,59 @@ class ConsideredInstance(msgspec.Struct, frozen=True, kw_only=True):
 
     instance: str
     prefix_tokens: int
-    """Tokens of the prompt that need not be computed there."""
+    """Number of prompt tokens that this instance need not compute."""
     transfer_s: float
     queue_s: float
     prefill_s: float
     ttft_s: float
-    """To the first token: the sum of the three."""
+    """Predicted time to first token: the sum of ``transfer_s``, ``queue_s`` and ``prefill_s``."""
 
 
 class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A request as one instance saw it."""
+    """The course of a request at one instance."""
 
     request_id: str
-    """Id of the engine."""
+    """Id of the request at the instance."""
     instance: str = ""
     role: str = "unified"
     sent_s: float = 0.0
-    """The moment at which the server sent it there, after it had accepted the generation; other
-    times count from its arrival there."""
+    """Time at which the server sent it to this instance, from when the server accepted the
+    generation; the other times count from its arrival at the instance."""
     considered: list[ConsideredInstance] = []
-    """The instances that were compared for the prompt, the chosen one first, then the others with
-    the least predicted times; in the first entry of a generation."""
+    """Instances compared for the prompt: the chosen one, then the others by predicted time. Only in
+    the first entry of a generation."""
     real_ttft_s: float | None = None
-    """From the decision to the first token, for comparison; there too."""
+    """Real seconds from the placement decision to the first token. Only in the first entry of a
+    generation."""
     state: str
     """``waiting``, ``loading``, ``running``, ``preempted`` or ``finished``."""
     age_s: float
-    """The moment at which this was written, or the request ended."""
+    """Time of this report, or of the request's end."""
     prompt_tokens: int
     output_tokens: int
     lookup: StoreLookup | None = None
     admitted_s: float | None = None
-    """The start of the first step that computed some of it: the end of the queue."""
+    """Time at which the first step began that computed some of it, which ended its wait in the
+    queue."""
     deferred_steps: int = 0
-    """Steps for which it waited because another request computed a prefix that it shares."""
+    """Number of steps for which it waited because another request was computing a prefix that both
+    share."""
     loads: list[KvLoadRecord] = []
     device_tokens: int = 0
-    """Prompt tokens reused from the device's blocks."""
+    """Number of prompt tokens reused from the device's blocks."""
     loaded_tokens: int = 0
-    """Prompt tokens reused from what loads had brought."""
+    """Number of prompt tokens reused from blocks that were loaded."""
     computed_tokens: int = 0
-    """Prompt tokens that were, or are being, computed; 0 before admission."""
+    """Number of prompt tokens that were computed or will be; 0 before admission."""
     miss: PrefixMiss | None = None
-    """None: all that could be reused was, or it has not been admitted."""
+    """Position and reason of the end of reuse; None if everything possible was reused, or before
+    admission."""
     num_preemptions: int = 0
     preempted_s: list[float] = []
-    """The first of them."""
+    """Times of the first few preemptions."""
     num_prefill_steps: int = 0
     prefill_s: float = 0.0
-    """Time of the steps that computed its prompt; other requests share these steps."""
+    """Seconds of the steps that computed its prompt; other requests share these steps."""
     num_decode_steps: int = 0
     decode_s: float = 0.0
     first_token_s: float | None = None
@@ -169,39 +173,41 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation of a request as the server saw it."""
+    """The course of one generation of a request at the server."""
 
     index: int
     submitted_s: float
-    """The moment at which it was sent to an instance, whose times count from there."""
+    """Time at which it was sent to an instance."""
     first_token_s: float | None = None
     end_s: float | None = None
     finish_reason: str | None = None
     prompt_tokens: int
     output_tokens: int
     instances: list[InstanceTimeline] = []
-    """Empty if the instance has forgotten it, or is down."""
+    """Its course at each instance; empty if the instance has forgotten it or does not answer."""
 
 
 class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to ``GET /requests/{id}/timeline``."""
 
     id: str
-    """Id of the answer."""
+    """Id of the answer that the client got."""
     request_id: str
-    """``x-request-id``."""
+    """Value of the header ``x-request-id``."""
     path: str
     arrived_at: float
-    """Unix seconds."""
+    """Time of arrival in Unix seconds."""
     age_s: float
-    """The moment at which this was written, or the request ended."""
+    """Time of this report, or of the request's end."""
     tokenized_s: float
-    """The moment at which the prompts were token ids."""
+    """Time at which its prompts had been converted to token ids."""
     is_ended: bool
     choices: list[ChoiceTimeline]
 
 
 class TimelineQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask an instance for what it knows of requests; the reply leaves out what it does not know."""
+    """A request to an instance for the timelines of requests; unknown ones are left out of the
+    reply.
+    """
 
     request_ids: list[str]

@@ -1,8 +1,8 @@
 """Messages between the API server and an engine instance.
 
-Everything here crosses ``tandem.rpc`` as msgpack; nothing here knows of HTTP or of tensors. Text
-never crosses: the server owns the tokenizer, the instance sees token ids alone. Stop *strings*
-are therefore the server's business, stop *ids* the instance's.
+They are sent over ``tandem.rpc`` as msgpack and know nothing of HTTP or tensors. They have token
+ids and no text: the server owns the tokenizer. So the server handles stop *strings*, and the
+instance stop *ids*.
 """
 
 from collections.abc import Sequence
@@ -53,70 +53,78 @@ __all__ = [
 ]
 
 WIRE_VERSION = 9
-"""Version of these messages; an instance and a server of different versions refuse each other."""
+"""Version of the messages between a server and an instance; two with different versions do not
+connect."""
 
 
 GROWTH_BLOCKS = 2
-"""Blocks of KV beyond its known tokens that a request which decodes is said to need."""
+"""Number of KV blocks beyond its known tokens that a decoding request is counted to need."""
 MIN_REPETITION_PENALTY = 1e-6
-"""Logits are divided by it in float32, where much smaller values are 0 or give infinities."""
+"""Smallest repetition penalty. Logits are divided by it in float32, where much smaller values are 0
+or give infinities."""
 
 
 class Pooling(StrEnum):
-    """The vector that a request wants of its prompt, instead of tokens."""
+    """The vector that a request asks for instead of generated tokens."""
 
     LAST = "last"
-    """The last token's hidden state, behind the final norm."""
+    """The last token's hidden state, after the final norm."""
     MEAN = "mean"
     """The mean of all tokens' hidden states."""
     SCORE = "score"
-    """The labels' logits, of a model with a head that classifies."""
+    """The logits of the labels, for a classification model."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings by which the tokens of one request are chosen; bounds are checked where it is
+    """Parameters of the choice of tokens for one request. Their bounds are checked when it is
     decoded.
     """
 
     max_tokens: Annotated[int, Meta(ge=0)] = 16
-    """Tokens to generate at most; 0 computes the prompt alone (for its log-probabilities)."""
+    """Largest number of tokens to generate; 0: only compute the prompt, for its
+    log-probabilities."""
     min_tokens: Annotated[int, Meta(ge=0)] = 0
-    """Stop ids and end-of-text are not sampled before this many tokens."""
+    """Number of tokens before which no stop id or end-of-text is sampled."""
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
-    """0 is greedy."""
+    """Temperature of sampling; 0: greedy."""
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     top_k: Annotated[int, Meta(ge=0)] = 0
-    """0 is all."""
+    """Number of likeliest tokens to sample from; 0: all."""
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=10.0)] = 1.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     logit_bias: dict[int, float] = {}
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    """The random stream depends on seed and position alone; None draws a fresh seed."""
+    """Seed of the random stream, which depends on seed and position alone; None: a random one."""
     stop_token_ids: tuple[int, ...] = ()
-    """Beside the model's own end-of-text ids."""
+    """Ids that end the request, in addition to the model's own end-of-text ids."""
     ignore_eos: bool = False
-    """With a grammar, the model's end of text ends the request all the same."""
+    """True if the model's end-of-text ids do not end the request; without effect if it has a
+    grammar."""
     grammar: str = ""
-    """The grammar that the output must match, as llguidance's JSON; empty: anything. Its own end
-    comes before ``min_tokens``."""
+    """Grammar that the output must match, as llguidance's JSON; empty: none. The request ends with
+    the grammar, even before ``min_tokens``."""
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """None: none. k: the chosen token's log-probability and those of the k likeliest."""
+    """Number of likeliest tokens to report, beside the chosen one, with log-probabilities; None: no
+    log-probabilities are reported."""
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    """The same for the prompt's tokens; switches reuse of a cached prefix off."""
+    """Number of likeliest tokens to report with log-probabilities for each prompt token; None: none
+    are reported. No cached prefix is reused then."""
 
     pooling: Pooling | None = None
-    """None: tokens are generated; else ``max_tokens`` is 0."""
+    """Kind of vector wanted, with ``max_tokens`` 0; None: tokens are generated."""
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """True if each token of the prompt gives a part of the output, so that none is reused."""
+        """True if every prompt token must be computed for the output, so that no cached prefix is
+        reused.
+        """
         return self.prompt_logprobs is not None or self.pooling is Pooling.MEAN
 
     @property
     def has_penalties(self) -> bool:
-        """True if tokens seen so far change the logits."""
+        """True if a penalty makes earlier tokens affect the logits."""
         return (
             self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
@@ -125,28 +133,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks that a prefill instance holds for the decode instance."""
+    """The reference to blocks that a prefill instance keeps for a decode instance."""
 
     request_id: str
-    """Id of the request there, by which the hold is released."""
+    """Id of the request at the prefill instance, by which the blocks are released."""
     block_ids: tuple[int, ...] = ()
-    """By position in the prompt; empty while the prefill runs, which then announces them."""
+    """Block ids by position in the prompt; empty while the prefill runs, which then announces
+    them."""
     num_tokens: int
-    """Tokens whose KV is in the blocks: all of the prompt."""
+    """Number of tokens with KV in the blocks: the whole prompt."""
     lease_s: Annotated[float, Meta(gt=0.0, le=3600.0)]
-    """Seconds, from when this was sent, during which the blocks stay as they are."""
+    """Seconds from the sending of this message for which the blocks are kept."""
 
 
 class NoKv(msgspec.Struct, frozen=True, tag="none"):
-    """KV is computed, unless the instance's own blocks hold it."""
+    """No source: KV that the instance's own blocks lack is computed."""
 
 
 class TierKv(msgspec.Struct, frozen=True, tag="tiers"):
-    """KV may come from the lower tiers of the instance."""
+    """The instance's lower tiers as a source of KV."""
 
 
 class PrefillKv(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
-    """KV comes from an instance that prefills the same prompt; what does not come is computed."""
+    """An instance that prefills the same prompt as the source of KV; blocks that do not arrive are
+    computed.
+    """
 
     instance: str
     """Name of the prefill instance."""
@@ -154,80 +165,83 @@ class PrefillKv(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
 
 
 KvSource = NoKv | TierKv | PrefillKv
-"""The source that the KV of a prompt may come from, beside the instance's own blocks."""
+"""Source of a prompt's KV, beside the instance's own blocks."""
 
 
 class Continuation(msgspec.Struct, frozen=True, kw_only=True):
-    """The point at which a generation of another instance goes on."""
+    """The state from which a generation begun by another instance goes on."""
 
     token_ids: Annotated[list[int], Meta(min_length=1)]
-    """Output so far; not sent again."""
+    """Output so far, which is not sent to the client again."""
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-    """Seed of the random stream, concrete: with the position, all that the sampler remembers."""
+    """Seed of the random stream as a number; with the position, it is the whole state of the
+    sampler."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True):
-    """Objectives of one request."""
+    """Latency objectives of one request."""
 
     ttft_s: Annotated[float, Meta(gt=0.0)] | None = None
-    """Seconds from arrival to the first token; None: as it comes."""
+    """Seconds from arrival to the first token; None: no objective."""
     tpot_s: Annotated[float, Meta(gt=0.0)] | None = None
-    """Mean seconds of each later token."""
+    """Mean seconds per later token; None: no objective."""
 
 
 NO_SLO = Slo()
 
 
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Start one generation; its tokens arrive as ``RequestOutput`` events."""
+    """A request to begin one generation; its tokens arrive as ``RequestOutput`` events."""
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
-    """Lower is served first."""
+    """Priority; a lower number is served first."""
     timeout_s: float | None = None
     """Seconds from arrival after which the request ends with ``FinishReason.DEADLINE``."""
     client: str = ""
-    """The client that sent it, in the server's words: different clients that wait get equal
-    shares."""
+    """Name of the client that sent it; waiting requests of different clients get shares by
+    weight."""
     weight: Annotated[float, Meta(gt=0.0)] = 1.0
-    """The weight of its client's share, beside those of others."""
+    """Weight of its client's share, relative to other clients."""
     slo: Slo = NO_SLO
-    """Decides about its acceptance; of no concern to instances."""
+    """Latency objectives, used by the server for admission; instances ignore them."""
     cache_salt: str = ""
-    """Requests of different salts never share cached blocks."""
+    """Salt; requests with different salts never share cached blocks."""
     adapter: str = ""
-    """``AdapterInfo.digest`` of the LoRA adapter that computes it; empty is the model alone. An
-    instance without it refuses the request."""
+    """``AdapterInfo.digest`` of the LoRA adapter; empty: the model alone. An instance without that
+    adapter refuses the request."""
     kv_source: KvSource = TierKv()
     prefill_lease_s: Annotated[float, Meta(gt=0.0, le=3600.0)] | None = None
-    """Not None: end with the first token and ``FinishReason.PREFILLED``, unless that token ends the
-    request anyway, and hold the blocks for so many seconds or until ``ReleaseHold``."""
+    """If not None, the request ends with its first token and ``FinishReason.PREFILLED`` (unless
+    that token ends it anyway), and its blocks are held for so many seconds or until
+    ``ReleaseHold``."""
     continuation: Continuation | None = None
-    """Go on after these tokens instead of sampling the first one."""
+    """Tokens after which it goes on, instead of sampling the first one."""
     message_end: int = 0
-    """Tokens of the prompt up to the end of its last message, without what asks for an answer; a
-    model with states keeps one there. 0: unknown."""
+    """Number of prompt tokens up to the end of its last message, without the tokens that open the
+    answer. A model with recurrent states keeps a snapshot there. 0: unknown."""
     pin_len: Annotated[int, Meta(ge=0)] = 0
-    """Leading tokens of the prompt whose KV the store is to evict late; see ``pin_s``."""
+    """Number of leading prompt tokens whose KV the store is to evict late; see ``pin_s``."""
     pin_s: Annotated[float, Meta(ge=0.0, le=86400.0)] = 0.0
-    """Seconds for which it is; each client may have so many pins only."""
+    """Seconds for which the store is to evict them late; the number of pins of a client is
+    limited."""
     awaits_continuation: bool = False
-    """With ``PrefillKv``: load the blocks, but do not compute before ``ContinueRequest`` comes or
+    """With ``PrefillKv``: load the blocks, but compute nothing before ``ContinueRequest`` comes or
     the lease has ended."""
     expected_len: int = 0
-    """Tokens of the prompt whose KV the server believes to be there; they count as no load while
-    the request waits. Nothing else depends on it."""
+    """Number of prompt tokens that the server expects to be cached. They do not count as load while
+    the request waits; nothing else depends on it."""
     number: int = 0
-    """Number among those that this server sends this instance, from 1; see ``InstanceLoad``. 0:
-    none."""
+    """Number of the request among those that this server sends to this instance, from 1; see
+    ``InstanceLoad``. 0: none."""
 
 
 class ContinueRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Give a request that awaits it its continuation.
+    """The continuation of a request with ``awaits_continuation``.
 
-    The reply is False if the request is not live or has begun to compute, its first token included.
+    The reply is False if the request is not live or has already begun to compute.
     """
 
     request_id: str
@@ -235,66 +249,66 @@ class ContinueRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleaseHold(msgspec.Struct, frozen=True, kw_only=True, tag="release_hold"):
-    """Event: the blocks of a prefill have been read; unknown ids are ignored, as the lease may
-    just have ended.
+    """Event: the held blocks of a prefill have been read. Unknown ids are ignored, as after the
+    lease.
     """
 
     request_id: str
 
 
 class CancelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="cancel_request"):
-    """Event: stop a generation; unknown ids are ignored, as it may just have ended."""
+    """Event: stop a generation. Unknown ids are ignored, because it may just have ended."""
 
     request_id: str
 
 
 class Empty(msgspec.Struct, frozen=True):
-    """The reply or argument of calls that carry nothing."""
+    """An argument or reply without content."""
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended; every accepted request ends with exactly one of these."""
+    """The reason why a generation ended; every accepted request ends with exactly one."""
 
     STOP = "stop"
     LENGTH = "length"
     PREFILLED = "prefilled"
-    """A request that only prefills has its first token, and its blocks are held."""
+    """A prefill-only request has its first token, and its blocks are held."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability of a token under the model before penalties and truncation."""
+    """The log-probability of a token, by the model's logits before penalties and truncation."""
 
     token_id: int
     logprob: float
     top: list[tuple[int, float]] = []
-    """The likeliest tokens and their log-probabilities, best first."""
+    """The likeliest tokens with their log-probabilities, likeliest first."""
 
 
 _logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprob | None])
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities of a prompt, encoded.
+    """The log-probabilities of a prompt's tokens, in encoded form.
 
-    A long prompt has a million: the event loop hands them on as they are, and a thread decodes
+    A long prompt has a million tokens. So the event loop passes the bytes on, and a thread decodes
     them.
     """
 
     num_tokens: int
     num_top: int
-    """Likeliest tokens beside each."""
+    """Number of likeliest tokens reported for each position."""
     data: bytes
 
     @classmethod
     def pack(cls, entries: Sequence[TokenLogprob | None], num_top: int) -> "PromptLogprobs":
-        """Encode the log-probabilities of a prompt's tokens; the first has none."""
+        """Encode the log-probabilities of a prompt's tokens; that of the first is None."""
         return cls(len(entries), num_top, msgspec.msgpack.encode(entries))
 
     def unpack(self) -> list[TokenLogprob | None]:
-        """Decode them; O(tokens)."""
+        """Decode the log-probabilities. O(tokens)."""
         return _logprobs_decoder.decode(self.data)
 
 
@@ -305,100 +319,104 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     prompt_len: int = 0
-    """Tokens of the prompt; in the first output and the last."""
+    """Number of tokens of the prompt; in the first and the last output."""
     cached_len: int = 0
-    """Tokens of the prompt whose KV was found in the prefix cache; where ``prompt_len`` is."""
+    """Number of prompt tokens found in the prefix cache; in the first and the last output."""
     queue_s: float | None = None
-    """Seconds from acceptance to the first step that computed some of it; with ``prompt_len``."""
+    """Seconds from acceptance to the first step that computed some of it; in the first and last
+    output."""
     logprobs: list[TokenLogprob] | None = None
-    """If asked for: one for each of ``token_ids``, then one for ``stop_token_id`` where it is."""
+    """Log-probabilities, if asked for: one for each of ``token_ids``, then one for
+    ``stop_token_id`` if there is one."""
     prompt_logprobs: PromptLogprobs | None = None
-    """In the first output, if asked for; the first token of a prompt has none."""
+    """Log-probabilities of the prompt's tokens, if asked for; in the first output."""
     stop_token_id: int | None = None
-    """The id that ended the request, if one did; it is not among ``token_ids``."""
+    """Id of the token that ended the request, which is not in ``token_ids``; None: none did."""
     pooled: bytes | None = None
-    """With the end of a request that wants a vector: float32, little-endian."""
+    """Vector that the request asked for, as float32, little-endian; in the last output."""
     error_code: str | None = None
     error_text: str | None = None
+    """Text of the error for the client, without the name of the operation that failed."""
     kv_handle: KvHandle | None = None
-    """With ``FinishReason.PREFILLED``; ``continuation`` too."""
+    """Reference to the held blocks; only with ``FinishReason.PREFILLED``."""
     continuation: Continuation | None = None
-    """For the client's eyes: without the name of the operation that failed."""
+    """Output so far and seed, from which a decode instance continues; only with
+    ``FinishReason.PREFILLED``."""
 
 
 class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The load of an instance at one moment, for whoever chooses among instances."""
+    """The load of an instance at one time, by which instances are compared."""
 
     version: int = 0
-    """Version of the report: the greater of two is of the later moment; 0: nothing has been
-    told."""
+    """Version of the report; later reports have greater ones. 0: no report yet."""
     num_received: int = 0
-    """The greatest ``AddRequest.number`` of this server's that has arrived; calls arrive in the
-    order in which they were sent."""
+    """Largest ``AddRequest.number`` received from this server; calls arrive in the order of
+    sending."""
     pending: tuple[int, ...] = ()
-    """Those up to it that are still being taken in, and not contained in what follows."""
+    """Numbers, up to ``num_received``, of requests that are still being added and are not in this
+    load."""
     queued_tokens: int = 0
-    """Known tokens of requests that it has to compute before they decode."""
+    """Number of tokens to compute before their requests decode."""
     num_decoding: int = 0
-    """Requests that decode here, or will."""
+    """Number of requests that decode here, or will."""
     free_blocks: int = 0
-    """Blocks of KV that its requests do not need, ``GROWTH_BLOCKS`` for each that decodes included;
-    may be negative. What requests share is counted for each."""
+    """Number of KV blocks that its requests do not need, with ``GROWTH_BLOCKS`` counted for each
+    decoding one. May be negative, because shared blocks count once for each request."""
     largest_blocks: int = 0
-    """Blocks of the longest request that decodes, at its full length."""
+    """Number of blocks of the longest decoding request at its full length."""
     queued_context: float = 0.0
-    """The sum of the lengths that each of the queued tokens will attend to."""
+    """Sum over the queued tokens of the number of tokens that each will attend to."""
     decode_tokens: int = 0
-    """KV tokens of the requests that decode here, or will."""
+    """Number of KV tokens of the requests that decode here, or will."""
     num_requests: int = 0
-    """Requests that are live here."""
+    """Number of requests at this instance that have not ended."""
     load_tokens_per_s: float = 0.0
-    """KV that it loads from the store, as measured lately; 0: nothing was loaded."""
+    """Measured rate of loading KV from the store, in tokens per second; 0: nothing was loaded."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step that was computed, for estimates of later ones."""
+    """The work and duration of a completed step, from which later durations are estimated."""
 
     prefill_tokens: int
     prefill_context: float
-    """Sum over these tokens of the length that each attends to."""
+    """Sum over the prefilled tokens of the number of tokens that each attends to."""
     num_decodes: int
     decode_tokens: int
-    """KV tokens that the decodes read."""
+    """Number of KV tokens that the decodes read."""
     seconds: float
 
 
 class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
-    """Changes of the full blocks that can be found in an instance, by the heads of their keys.
+    """Changes of the full blocks cached at an instance, by truncated key.
 
-    A head is the first eight bytes of a block's key as a little-endian number. Changes of one
-    block between two messages are summed up in its last state.
+    A truncated key is the first eight bytes of a block's key as a little-endian number. Several
+    changes of one block between two messages are sent as the last one.
     """
 
     stored: list[int] = []
     removed: list[int] = []
     in_store: list[int] = []
-    """Blocks that this instance has put into the store, or found there."""
+    """Blocks that this instance has stored in the store, or found there."""
     lost_in_store: list[int] = []
-    """Blocks that it looked for there in vain."""
+    """Blocks that this instance looked up in the store and did not find."""
     is_reset: bool = False
-    """Whatever was told before is void; ``stored`` is all there is."""
+    """True if all earlier messages are void, and ``stored`` has all present blocks."""
     group_stored: list[int] = []
-    """Blocks that now have the KV of the layers with a window, or behind which a state is kept;
-    empty of other models. See ``InstanceInfo.group_depth``."""
+    """Blocks at whose end the window or a state is now cached; empty for models without these. See
+    ``InstanceInfo.group_depth``."""
     group_removed: list[int] = []
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
-    """Event: the outputs of one engine step, none if an idle instance has only its load to tell."""
+    """Event: the outputs of one engine step; empty if an idle instance only reports its load."""
 
     outputs: list[RequestOutput]
     load: InstanceLoad | None = None
-    """None: it was told a moment ago, or has not changed."""
+    """Load of the instance; None if it was sent a moment ago, or has not changed."""
     steps: list[StepRecord] = []
-    """Those since they were told last, but for the oldest of very many."""
+    """Steps since the last report; if there are very many, the oldest are left out."""
     blocks: BlockChanges | None = None
-    """None: there is no change, or nobody wants to know."""
+    """Changes of cached blocks; None: no change, or not to be reported."""
 
 
 class InstanceStage(StrEnum):
@@ -409,79 +427,79 @@ class InstanceStage(StrEnum):
     READY = "ready"
     DRAINING = "draining"
     SLEEPING = "sleeping"
-    """It has no process until it is woken."""
+    """The instance has no process until it is woken."""
     FAILED = "failed"
 
 
 class StageChanged(msgspec.Struct, frozen=True, tag="stage_changed"):
-    """Event: an instance entered a stage, or came further within one."""
+    """Event: an instance entered a stage, or progressed within one."""
 
     stage: InstanceStage
     detail: str = ""
     done: int = 0
     total: int = 0
-    """Units of work done of those in this stage, for a progress bar; 0 of 0 is unknown."""
+    """Units of work in this stage, of which ``done`` are done, for a progress bar; 0: unknown."""
 
 
 class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses and layout of an instance's blocks, for its readers."""
+    """The addresses and layout of an instance's blocks, for instances that read them."""
 
     name: str
     """Name of the instance, as ``PrefillKv.instance`` has it."""
     addresses: tuple[str, ...]
     """Addresses of its transfer engine, ``host:port``."""
     epoch: int
-    """Epoch of its transfer engine: another one after a restart."""
+    """Number of its transfer engine's run; it differs after a restart."""
     identity: KvIdentity
-    """Identity of the whole model."""
+    """KV identity of the whole model."""
     layout: KVLayout
-    """Layout of its blocks: of a rank of tensor parallelism, with the rank's heads alone."""
+    """Layout of its blocks; with tensor parallelism, they have the heads of one rank."""
     first_head: Annotated[int, Meta(ge=0)] = 0
-    """The first of the model's KV heads that its blocks hold."""
+    """Index in the model of the first KV head that its blocks have."""
     block_bytes: Annotated[int, Meta(ge=1)]
     num_blocks: Annotated[int, Meta(ge=1)]
     buffer: str
-    """Name of the registered memory that holds all its blocks, one after the other."""
+    """Name of the registered buffer with all its blocks, one after the other."""
     state_buffer: str = ""
-    """The same of its slots of states; empty where the model has no state."""
+    """Name of the registered buffer with all its state slots; empty if the model has no state."""
     state_bytes: Annotated[int, Meta(ge=0)] = 0
     num_state_slots: Annotated[int, Meta(ge=0)] = 0
     window_buffer: str = ""
-    """The same of its blocks of layers with a window; empty where these have none of their own."""
+    """Name of the registered buffer with all its window blocks; empty if it has none."""
     window_block_bytes: Annotated[int, Meta(ge=0)] = 0
     num_window_blocks: Annotated[int, Meta(ge=0)] = 0
 
 
 class ClosePeer(msgspec.Struct, frozen=True):
-    """Drop an instance whose blocks were read; reads in progress end without content."""
+    """A request to disconnect from an instance whose blocks were read; reads in progress fail."""
 
     name: str
 
 
 class PlacedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The matrices of one role in a layer: where they are kept, and how."""
+    """The storage of the matrices of one role in a layer: device, format and size."""
 
     role: str
-    """The same as ``MatrixPlan.role`` has it."""
+    """Role of the matrices, as ``MatrixPlan.role``."""
     device: str
     weight_format: str
     size_bytes: int
 
 
 class PlacedLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Neighbouring layers whose matrices are kept alike."""
+    """Consecutive layers whose matrices are stored in the same way."""
 
     first: int
-    """Index of the first; -1: matrices that belong to no layer."""
+    """Index of the first layer; -1: matrices outside the layers."""
     num_layers: int
     kind: str
-    """For people: the mixer, and what follows it."""
+    """Kind of the layers in words: the token mixer, then MLP or experts."""
     parts: list[PlacedPart]
-    """Parts of one layer."""
+    """Storage of the parts of one of the layers."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a running instance: all values concrete, fixed while it lives."""
+    """Facts about a running instance: concrete values, fixed as long as it runs."""
 
     model: str
     architecture: str
@@ -491,10 +509,10 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     max_batch_tokens: int = 1
-    """Tokens of one step at most."""
+    """Largest number of tokens of one step."""
     group_depth: int = 0
-    """Last blocks of a prefix that must be in ``BlockChanges.group_stored`` for a request to go on
-    from there: those of the window, or the one before the state; 0: blocks alone suffice."""
+    """Number of last blocks of a prefix that must be in ``BlockChanges.group_stored`` for a request
+    to reuse it: those of the window, or the one before the state; 0: none."""
     kv_bytes_per_token: int
     weight_bytes: int
     num_parameters: int
@@ -502,38 +520,37 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str
     """SHA-256 over all bytes of the weights, hex."""
     system_fingerprint: str
-    """See ``KvIdentity.system_fingerprint``."""
+    """Fingerprint in answers of the API; see ``KvIdentity.system_fingerprint``."""
     kv_identity: str
-    """``KvIdentity.digest``, hex: instances with another one are another model to a client, so one
-    answer never has tokens of both."""
+    """``KvIdentity.digest``, hex. Instances with different ones are different models to a client,
+    so an answer never has tokens of both."""
     pid: int
     load_seconds: float
     hidden_size: int = 0
-    """Numbers of a token's hidden state."""
+    """Number of elements of a token's hidden state."""
     num_labels: int = 0
-    """Labels of a model that classifies; 0: it generates."""
+    """Number of labels of a classification model; 0: the model generates tokens."""
     max_model_len_reason: str = ""
-    """Why the context is so long."""
+    """Reason for the context length."""
     adapters: list[AdapterInfo] = []
-    """Those of ``InstanceSpec.adapters`` that were loaded at the start."""
+    """Adapters of ``InstanceSpec.adapters`` that were loaded at the start."""
     adapter_failures: dict[str, str] = {}
-    """Why the others were not, by name."""
+    """Reason by name for each adapter that could not be loaded at the start."""
     num_state_slots: int = 0
-    """Slots for states of sequences and snapshots of them; 0: the model has no state."""
+    """Number of slots for recurrent states and snapshots; 0: the model has no state."""
     state_bytes: int = 0
-    """Bytes of one state."""
+    """Bytes of one recurrent state."""
     num_window_blocks: int = 0
-    """Blocks of layers with a window; 0: these have none of their own."""
+    """Number of window blocks; 0: sliding-window layers have no blocks of their own."""
     window_block_bytes: int = 0
-    """Bytes of one such block."""
+    """Bytes of one window block."""
     kv_peer: KvPeer | None = None
-    """The address at which others read its blocks; None: it takes no part in disaggregation, or
-    only reads."""
+    """Addresses and layout for instances that read its blocks; None: its blocks cannot be read."""
     plan: list[tuple[str, str, str]] = []
-    """Choices for this machine, each with its value and reason, as `tandem plan` has them."""
+    """Choices made for this machine as (item, value, reason), as `tandem plan` prints them."""
     rejected: list[tuple[str, str, str]] = []
-    """Alternatives that were rejected, and why."""
+    """Rejected alternatives as (item, value, reason)."""
     placement: list[PlacedLayers] = []
-    """The layers, by where their matrices are kept."""
+    """Storage of the layers' matrices."""
     packed_folders: list[str] = []
-    """Folders on its machine that packed weights are mapped from."""
+    """Folders on its machine from which packed weights are mapped."""

@@ -1,1 +1,1 @@
-"""Inference engine: requests, blocks, prefix index, scheduler, sampler, runner."""
+"""The inference engine: scheduler, prefix index, runner, sampler, and the instance process."""

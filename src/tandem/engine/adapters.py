@@ -27,10 +27,10 @@ class AdapterTable:
     """The LoRA adapters of one engine. Methods may be called on any thread.
 
     Args:
-        model: holds the weights. Owned.
-        engine: borrowed.
-        identity: of the model's KV without adapters.
-        folder: where adapters that are loaded while serving must lie; None: anywhere.
+        model: holds the weights; owned.
+        engine: the engine; not owned.
+        identity: identity of the model's KV without adapter.
+        folder: folder from which adapters may be loaded while serving; None: anywhere.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class AdapterTable:
     def load_first(
         self, sources: Sequence[AdapterSource]
     ) -> tuple[list[AdapterInfo], dict[str, str]]:
-        """Load an instance's first adapters; return the infos of those loaded, and an error message
-        by name for each adapter that failed.
+        """Load an instance's first adapters; return the loaded ones, and errors by name of the
+        others.
         """
         loaded: list[AdapterInfo] = []
         failures: dict[str, str] = {}
@@ -64,10 +64,10 @@ class AdapterTable:
         """Load an adapter, unless it is loaded already.
 
         Args:
-            source: where it is.
-            is_confined: it must lie in the folder.
+            source: name and location of the adapter.
+            is_confined: if True, it must lie in ``folder``.
 
-        Raises: as ``ModelAdapters.read`` and ``install``.
+        Raises: errors of ``ModelAdapters.read`` and ``install``.
         """
         within = self._folder if is_confined else None
         files = self._model.read(Path(source.folder), digest=source.digest, within=within)

@@ -1,4 +1,6 @@
-"""From a plan to a running engine: ``build_engine`` loads the model and puts the parts together."""
+"""Making a running engine from its settings: ``build_engine`` loads the model and connects the
+parts.
+"""
 
 import logging
 from collections.abc import Callable
@@ -65,13 +67,15 @@ class BuiltEngine(NamedTuple):
     prefixes: PrefixIndex
     cache: PagedKvCache
     states: StateCache | None
-    """None: the model has no state that is sent or stored."""
+    """Memory of the recurrent states; None if the model has none that can be sent or stored."""
     windows: WindowLayout | None
-    """Windows of ``cache.windows``; None: there are no blocks of layers with a window alone."""
+    """Layout of the window blocks in ``cache.windows``; None: sliding-window layers have no blocks
+    of their own."""
     mirror: KvMirror | None
-    """Host memory that tiers move, of KV and states on a device; None: they move the cache's."""
+    """Host memory that mirrors the KV and states of a device, for lower tiers; None: they use the
+    KV cache's own memory."""
     planner: CostTierPlanner | None
-    """Planner that decides about loads; None without tiers."""
+    """Planner that decides about loads from lower tiers; None if there are none."""
     experts: ExpertLog | None
     """Counts of the experts that tokens chose; None if the model's layers do not report them."""
 
@@ -83,9 +87,9 @@ class BuiltEngine(NamedTuple):
         return Statistics(num_expert_hits=hits, num_expert_misses=misses)
 
     def take_operators(self) -> CausalModel:
-        """Return the model, for callers that run its steps without the engine.
+        """Return the model, for callers that run it without the engine.
 
-        Raises: UnsupportedError: the model runs by transformers' own modules.
+        Raises: UnsupportedError (the model runs by transformers' own modules).
         """
         if isinstance(self.model, OwnModel):
             what = "the model runs by transformers' own modules, which compute answers alone"
@@ -108,19 +112,20 @@ def build_engine(
     """Load a model and make the engine that serves it.
 
     Args:
-        model_config: what to load.
-        engine_config: settings; a value of 0 is decided here.
-        clock: the engine's.
+        model_config: settings of the model.
+        engine_config: settings of the engine; a value of 0 is decided here.
+        clock: clock of the engine.
         progress: called with (bytes loaded, bytes in all, name of the current part) while weights
             load.
         tiers: settings for loading KV from lower tiers (host memory, SSD); None: there are none.
             The caller attaches the object that moves the blocks.
-        allocate: makes the memory of all blocks, given its bytes; None: the device does.
-        allocate_states: makes the memory of all slots of recurrent states, likewise.
-        allocate_windows: makes the memory of the blocks of sliding-window layers, likewise.
-        num_siblings: as of ``plan_engine``.
+        allocate: returns memory for all blocks, given its size in bytes; None: the device
+            allocates.
+        allocate_states: the same for all slots of recurrent states.
+        allocate_windows: the same for the blocks of sliding-window layers.
+        num_siblings: number of instances that share the machine's memory.
 
-    Raises: as ``plan_engine`` and ``load_model``.
+    Raises: errors of ``plan_engine`` and ``load_model``.
     """
     plan = plan_engine(
         model_config,

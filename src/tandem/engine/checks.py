@@ -1,5 +1,5 @@
-"""Validation of requests: those that the model cannot serve are refused with an error that names
-the field.
+"""Validation of requests: a request that the model cannot serve is refused, with the field's
+name.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ MAX_BIAS = 1e6
 
 
 class RequestChecks:
-    """Checks requests against a model.
+    """Checks of requests against the abilities of a model.
 
     Args:
         vocab_size: number of token ids; larger ids are refused.
@@ -32,8 +32,7 @@ class RequestChecks:
     def check(self, message: AddRequest, *, can_read_instances: bool) -> None:
         """Check a new request.
 
-        Raises: ConfigError; UnsupportedError (its KV blocks are to be read from another instance,
-        but
+        Raises: ConfigError; UnsupportedError (its KV is to be read from another instance, but
             ``can_read_instances`` is False).
         """
         params = message.sampling
@@ -101,8 +100,9 @@ class RequestChecks:
                 )
 
     def check_continuation(self, continuation: Continuation, params: SamplingParams) -> None:
-        """Check the tokens that another instance sends to continue its request here. Raises:
-        ConfigError.
+        """Check the tokens with which another instance's request is continued here.
+
+        Raises: ConfigError.
         """
         self._check_tokens(continuation.token_ids, "continuation")
         if len(continuation.token_ids) >= params.max_tokens:

@@ -17,7 +17,7 @@ DEFAULT_STEP_TOKENS = 2048
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The user's settings of an engine; 0 means that it is computed at start."""
+    """Settings of an engine; a value of 0 is decided when it starts."""
 
     block_size: Annotated[int, Meta(ge=1, le=1024, description="Tokens per KV block.")] = 64
     num_kv_blocks: Annotated[
@@ -151,8 +151,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def step_tokens(self) -> int:
-        """Token budget of a step: the setting, the planned value, or a default if nothing was
-        measured.
+        """Token budget of a step: the setting, the planned value, or a default if the machine was
+        not measured.
         """
         return self.max_batch_tokens or max(DEFAULT_STEP_TOKENS, self.max_running)
 
@@ -162,7 +162,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return parse_size(self.memory)
 
     def __post_init__(self) -> None:
-        """Refuse values that fit their bounds but not each other.
+        """Check that values that are valid one by one are valid together.
 
         Raises: ConfigError.
         """
@@ -184,7 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class KvEventConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Publishing of events about cached blocks; off while ``endpoint`` is empty."""
+    """Settings of events about cached blocks; none are published while ``endpoint`` is empty."""
 
     endpoint: Annotated[
         str,

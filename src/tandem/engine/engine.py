@@ -1,9 +1,9 @@
-"""The engine: one loop around scheduler, runner and sampler.
+"""The engine: a loop around scheduler, runner and sampler.
 
-Owns the live requests' sampling state and turns each step into ``RequestOutput`` messages. One
-thread calls ``step``; any thread may call the rest, which touches the scheduler under a lock that
-``step`` holds while it plans and records, never while the model runs. So a request is accepted,
-refused or cancelled at once, however long a step takes.
+Owns the data of live requests and turns each step's result into ``RequestOutput`` messages. One
+thread calls ``step``. Any thread may call the other methods: they use the scheduler under a lock,
+which ``step`` holds while it plans and records, but not while the model runs. So a request is
+accepted, refused or cancelled at once, however long a step takes.
 """
 
 import logging
@@ -82,7 +82,7 @@ logger = logging.getLogger(__name__)
 NOTHING = StepInput([])
 
 RESTORED_TOKENS = 512
-"""Tokens computed per step when a failed step's state is recomputed; this is rare."""
+"""Number of tokens computed per step when the states of a failed step are recomputed."""
 NO_FAILURES: Mapping[int, TandemError] = MappingProxyType({})
 DEFAULT_TIMELINES = 256
 MAX_STEP_RECORDS = 256
@@ -106,13 +106,14 @@ class _Live:
     """True if the runner has the request's sampling state."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     pooled: bytes | None = None
-    """Sum of the hidden states of all prompt tokens except the first; None if nothing is summed."""
+    """Result vector of a request for an embedding or scores, as float32 bytes; None until the
+    prompt's end has been computed, and for requests that generate."""
     has_reported: bool = False
     """True if the first output, with the prompt's facts, was sent."""
 
 
 class _HoldFacts(TypedDict, total=False):
-    """Fields of ``RequestOutput`` that the end of a prefill carries."""
+    """Fields of ``RequestOutput`` that only the last output of a prefill-only request carries."""
 
     kv_handle: KvHandle
     continuation: Continuation
@@ -128,18 +129,21 @@ class _PromptFacts(TypedDict, total=False):
 
 
 class MissingBlocks(NamedTuple):
-    """The blocks of a prompt that the device lacks."""
+    """The full blocks of a prompt, divided into those that the device has and those that it
+    lacks.
+    """
 
     num_cached: int
     """Number of leading full blocks that the device holds."""
     keys: list[bytes]
-    """Keys of those that follow, but for one that ends with the last token, which is computed."""
+    """Keys of the full blocks that the device lacks, which follow those it has. A block that ends
+    with the last token is left out, because that token is computed in any case."""
     cached_keys: list[bytes]
-    """Keys of the blocks that the device holds."""
+    """Keys of the blocks that the device has."""
 
 
 class PrefillView(NamedTuple):
-    """The blocks of a prefill-only request whose KV is computed."""
+    """The progress of a prefill-only request: its blocks that other instances may read."""
 
     request: Request
     is_held: bool
@@ -147,9 +151,9 @@ class PrefillView(NamedTuple):
     block_ids: tuple[int, ...]
     """Block ids by position; ``num_blocks`` of them."""
     num_complete: int
-    """Number of leading blocks with the KV of all layers."""
+    """Number of leading blocks whose KV is computed in all layers."""
     num_blocks: int
-    """Leading blocks with ``num_layers`` layers, at least ``num_complete``."""
+    """Number of leading blocks whose KV is computed in at least ``num_layers`` layers."""
     num_layers: int
 
 
@@ -159,36 +163,38 @@ class EngineStep:
 
     plan: StepPlan
     outputs: list[RequestOutput]
-    """Outputs known when the step was planned."""
+    """Outputs that were known when the step was planned, such as ends of expired requests."""
     message: StepInput = NOTHING
-    """Input of the runner, set by ``Engine.start_step``."""
+    """Input of the runner; set by ``Engine.start_step``."""
     begin_s: float = 0.0
-    """The moment at which ``Engine.start_step`` was called, seconds on the engine's clock."""
+    """Time at which ``Engine.start_step`` was called, in seconds on the engine's clock."""
 
 
 class StepObserver(Protocol):
     """Observer of the durations of steps."""
 
     def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Take in one step; under the engine's lock, so it returns at once."""
+        """Record the duration of a step. Called under the engine's lock, so it must return at
+        once.
+        """
         ...
 
 
 class Engine:
-    """Runs requests to their end.
+    """The engine of an instance, which runs requests to their end.
 
     Args:
-        scheduler: owned.
-        runner: owned; called from the thread that calls ``step``.
-        clock: the one that deadlines are measured on.
-        vocab_size: token ids outside of it are refused.
-        num_labels: of a model that classifies; 0: it generates.
-        gives_vectors: False: the runner tells no hidden states.
-        eos_token_ids: the model's own ends of text.
-        observer: told what each step took; the planner of loads.
-        timelines: remembers what becomes of requests; None: a small one of its own. Owned.
-        is_overlapped: plan a step while the one before it runs; the runner's ``begin`` returns at
-            once, and the scheduler's ``engine.overlap`` is on.
+        scheduler: plans the steps; owned.
+        runner: executes the steps; owned. Called from the thread that calls ``step``.
+        clock: clock of deadlines and durations.
+        vocab_size: number of token ids; requests with others are refused.
+        num_labels: number of classes of a classification model; 0: the model generates text.
+        gives_vectors: False if the runner cannot return hidden states.
+        eos_token_ids: the model's own end-of-text tokens.
+        observer: told the duration of each step, for planning loads; None: nobody.
+        timelines: records the course of requests; None: a small one is made. Owned.
+        is_overlapped: True to plan a step while the one before it runs. The runner's ``begin`` must
+            then return at once, and the scheduler's ``engine.overlap`` must be on.
     """
 
     def __init__(
@@ -212,7 +218,7 @@ class Engine:
         self._prefilling: dict[str, ScheduledSequence] = {}
         """Sequences of the running step whose blocks another instance may be reading."""
         self._ended_prefills: OrderedDict[str, None] = OrderedDict()
-        """Ids of the last prefills that ended, held or not."""
+        """Ids of the prefills that ended last, their blocks held or not."""
         self._num_layers_done = 0
         self._observer = observer
         if timelines is None:
@@ -226,17 +232,17 @@ class Engine:
         """Ids of ended sequences whose sampling state the runner still has."""
         self._is_overlapped = is_overlapped
         self._running: tuple[EngineStep, StepHandle] | None = None
-        """Step that runs between two calls of ``step``, with overlap."""
+        """Step in progress between two calls of ``step``, with overlap; None: none."""
         self._pending: list[RequestOutput] = []
         self._adapters: dict[str, int] = {}
         """Number of live requests of each LoRA adapter, by digest."""
         self._leaving: set[str] = set()
-        """Digests of adapters that take no further requests."""
+        """Digests of LoRA adapters that take no further requests."""
         self._unused: list[str] = []
-        """Digests of removed adapters whose last request has just ended."""
+        """Digests of removed LoRA adapters whose last request has just ended."""
         self.on_adapter_unused: Callable[[str], None] | None = None
-        """Callback for each removed adapter without requests; called without the lock, on any
-        thread."""
+        """Callback with the digest of a removed adapter whose last request has ended. Called
+        without the lock, on any thread."""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self.counters = Statistics()
@@ -244,19 +250,21 @@ class Engine:
         """Step records since the last ``take_steps``."""
 
     def attach_transfers(self, transfers: BlockTransfers) -> None:
-        """Set what moves blocks to and from lower tiers; before the first step. Not owned."""
+        """Set the object that moves blocks to and from lower tiers, before the first step. Not
+        owned.
+        """
         self._transfers = transfers
 
     def attach_listener(self, listener: PrefillListener) -> None:
-        """Set the listener to the progress of prefills; before the first step. Not owned."""
+        """Set the object that is told of prefills' progress, before the first step. Not owned."""
         self._listener = listener
 
     def add_adapter(self, digest: str, identity: bytes) -> None:
-        """Take requests for a LoRA adapter, whose weights the runner has. Any thread.
+        """Accept requests for a LoRA adapter, whose weights the runner must have. Any thread.
 
         Args:
-            digest: of the adapter.
-            identity: ``KvIdentity.digest`` of the KV that it writes.
+            digest: digest of the adapter.
+            identity: ``KvIdentity.digest`` of the KV that it computes.
         """
         with self._lock:
             self._scheduler.add_identity(digest, identity)
@@ -264,7 +272,9 @@ class Engine:
             self._leaving.discard(digest)
 
     def remove_adapter(self, digest: str) -> bool:
-        """Take no further requests for an adapter; False if it takes none. Any thread."""
+        """Refuse further requests for an adapter; return False if it is unknown or removed. Any
+        thread.
+        """
         with self._lock:
             is_known = digest in self._adapters and digest not in self._leaving
             if is_known:
@@ -272,7 +282,9 @@ class Engine:
             return is_known
 
     def forget_adapter(self, digest: str) -> bool:
-        """Forget an adapter that was removed; False if it was not, or has requests. Any thread."""
+        """Forget a removed adapter; return False if it was not removed or has requests. Any
+        thread.
+        """
         with self._lock:
             if digest not in self._leaving or self._adapters[digest]:
                 return False
@@ -281,10 +293,11 @@ class Engine:
             return True
 
     def find_prefill(self, request_id: str) -> PrefillView | None:
-        """Return how far a request is that only prefills; None if none is live or held. Any thread.
+        """Return the progress of a prefill-only request; None if it is neither live nor held. Any
+        thread.
 
-        Its blocks stay as they are for as long as this returns the same ``Request``, not preempted
-        since.
+        The blocks are valid for as long as later calls return the same ``Request`` object with an
+        equal number of preemptions.
         """
         with self._lock:
             request = self._scheduler.find_prefill(request_id)
@@ -311,16 +324,17 @@ class Engine:
         return request_id in self._ended_prefills
 
     def _count_blocks(self, request: Request, num_tokens: int) -> int:
-        """Return the number of blocks that a number of tokens fills; a prompt's last block may
-        be partial.
+        """Return how many blocks the first ``num_tokens`` tokens fill; the whole prompt's last
+        block counts even if it is partial.
         """
         size = self._scheduler.block_size
         return -(-num_tokens // size) if num_tokens == request.prompt_len else num_tokens // size
 
     def find_missing_blocks(self, message: AddRequest) -> MissingBlocks:
-        """Return the keys of a prompt's full blocks that the device does not hold. Any thread.
+        """Return the keys of a prompt's full blocks, divided by whether the device has them. Any
+        thread.
 
-        For a lookup in the tiers below, before the request is added.
+        The caller can look up the missing ones in lower tiers before it adds the request.
 
         Raises: NotFoundError (its adapter is not loaded).
         """
@@ -338,17 +352,18 @@ class Engine:
     def add(
         self, message: AddRequest, *, num_stored_blocks: int = 0, lookup: StoreLookup | None = None
     ) -> None:
-        """Accept a request; its outputs come from ``step``.
+        """Accept a request; its outputs come from ``step``. Any thread.
 
         Args:
             message: the request.
-            num_stored_blocks: its leading full blocks that the device or the tiers below hold.
-            lookup: how that was learnt, for its timeline.
+            num_stored_blocks: number of its leading full blocks that the device or lower tiers
+                have.
+            lookup: record of the store lookup that found them, for the request's timeline.
 
         Raises:
-            ConfigError: a field is out of what this model can do.
+            ConfigError: a field has a value that this model cannot serve.
             NotFoundError: its adapter is not loaded.
-            ConflictError: the id is live.
+            ConflictError: a live request has this id.
             CapacityError: the queue is full.
         """
         transfers = self._transfers
@@ -392,7 +407,7 @@ class Engine:
             self._work.notify()
 
     def continue_request(self, message: ContinueRequest) -> bool:
-        """Give a request the tokens of another instance; see ``ContinueRequest``.
+        """Append the tokens of another instance to a request; see ``ContinueRequest``.
 
         Raises: ConfigError (a token outside the vocabulary, or no room for another one).
         """
@@ -417,7 +432,7 @@ class Engine:
         return was_held
 
     def cancel(self, request_id: str) -> bool:
-        """End a request; its last output says ``CANCELLED``. False if it is not live."""
+        """End a request, whose last output says ``CANCELLED``; return False if it is not live."""
         with self._lock:
             live = self._live.get(request_id)
             if live is None or not self._scheduler.cancel(request_id):
@@ -435,7 +450,7 @@ class Engine:
             return self._scheduler.flush_cache()
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Report blocks whose load ended with valid content. Any thread."""
+        """Record blocks whose load ended with valid content. Any thread."""
         with self._lock:
             self._scheduler.load_done(request, block_ids)
             self._timelines.note_loaded(request, block_ids, self._clock.now_s())
@@ -444,7 +459,7 @@ class Engine:
     def load_failed(
         self, request: Request, block_ids: Sequence[int], reason: str = "failed"
     ) -> None:
-        """Report blocks whose load failed; the request computes them. Any thread."""
+        """Record blocks whose load failed; the request computes them. Any thread."""
         with self._lock:
             self._scheduler.load_failed(request, block_ids)
             self._timelines.note_load_failed(request, block_ids, reason, self._clock.now_s())
@@ -458,24 +473,26 @@ class Engine:
             return self._scheduler.is_unchanged(block)
 
     def take_steps(self) -> list[StepRecord]:
-        """Return the steps since the last call, but for the oldest of very many. Any thread."""
+        """Return records of the steps since the last call, at most ``MAX_STEP_RECORDS``. Any
+        thread.
+        """
         with self._lock:
             steps = list(self._steps)
             self._steps.clear()
         return steps
 
     def get_stats(self) -> Statistics:
-        """Return the scheduler's snapshot."""
+        """Return the scheduler's statistics."""
         with self._lock:
             return self._scheduler.get_stats()
 
     def measure_load(self) -> InstanceLoad:
-        """Return the work that the live requests need; callable on any thread."""
+        """Return the tokens and blocks that the live requests need. Any thread."""
         with self._lock:
             return self._scheduler.measure_load()
 
     def list_timelines(self, request_ids: Sequence[str]) -> list[InstanceTimeline]:
-        """Return what is known of requests, live and ended; unknown ids are left out."""
+        """Return the timelines of live and ended requests; unknown ids are left out."""
         with self._lock:
             now_s = self._clock.now_s()
             found = [self._timelines.get(request_id, now_s) for request_id in request_ids]
@@ -507,11 +524,11 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plan, run and record one step; return the outputs of its requests, possibly none.
 
-        With overlap, the step that this call begins is recorded by the next call: while it runs,
-        the caller delivers the outputs, and the next step is planned.
+        With overlap, this call begins a step and the next call records it: meanwhile the caller
+        delivers the outputs, and the step after it is planned.
 
-        If the runner fails, its sequences are run again in parts: requests that fail by themselves
-        end with ``ERROR``, and the others continue.
+        If the runner fails, the step is repeated in parts: requests that fail by themselves end
+        with ``ERROR``, and the others continue.
         """
         if self._is_overlapped:
             return self._step_ahead()
@@ -522,7 +539,7 @@ class Engine:
         return self._finish(step, self._runner.begin(message, self.watch_layers(step)))
 
     def _step_ahead(self) -> list[RequestOutput]:
-        """Record the step that runs and begin the next one, planned meanwhile."""
+        """Plan the next step while one runs; record the running step and begin the next."""
         running, self._running = self._running, None
         step = self.plan_step()
         outputs = step.outputs
@@ -549,13 +566,21 @@ class Engine:
     def _run_apart(
         self, message: StepInput, requests: Mapping[int, Request], error: Exception
     ) -> tuple[dict[int, SequenceResult], dict[int, TandemError]]:
-        """Run the sequences of a step that failed again, in halves.
+        """Repeat a failed step in halves, recursively, to find the sequences that fail by
+        themselves.
 
-        A step may be repeated: it writes the same KV to the same places, and what it sampled is
-        counted when it succeeds. With one culprit among n sequences that costs less than two more
-        steps of their size. States it may have moved on: they are computed anew before.
+        A step may be repeated, because it writes the same KV to the same places, and its samples
+        count only when it succeeds. The states with which it began are recomputed first, because
+        the failed step may have changed them. If one of n sequences fails, the repetitions together
+        compute fewer tokens than two more steps of this size.
 
-        Returns: results by sequence id, empty ones of those that fail alone; the failures of those.
+        Args:
+            message: the step that failed.
+            requests: its requests by sequence id.
+            error: the error of the failed step.
+
+        Returns: results by sequence id, which are empty for sequences that fail alone; and the
+            errors of these by sequence id.
         """
         sequences = message.sequences
         if len(sequences) == 1:
@@ -578,7 +603,9 @@ class Engine:
         return results, failures
 
     def _restore_states(self, message: StepInput, requests: Mapping[int, Request]) -> None:
-        """Recompute the states with which a step begins, except those that it loads."""
+        """Recompute the recurrent states with which a step begins, except those that it loads
+        itself.
+        """
         loaded = {copy.target for copy in message.state_loads}
         for sequence in message.sequences:
             if sequence.state_slot == NO_SLOT or sequence.state_slot in loaded:
@@ -600,11 +627,11 @@ class Engine:
                 self._runner.finish(self._runner.begin(StepInput([again])))
 
     def plan_step(self) -> EngineStep:
-        """Plan a step and begin its transfers.
+        """Plan a step and begin its transfers of KV.
 
-        The parts of ``step``, for a driver that lets time pass between them, such as a simulator:
-        ``plan_step``, ``start_step``, the runner, ``end_step``. With overlap, the
-        next step may be planned before the last one has ended.
+        A driver that lets time pass within a step, such as a simulator, calls the parts of ``step``
+        separately: ``plan_step``, ``start_step``, the runner, ``end_step``. With overlap, the next
+        step may be planned before the last one has ended.
         """
         with self._lock:
             outputs, self._pending = self._pending, []
@@ -620,10 +647,10 @@ class Engine:
         return EngineStep(plan, outputs)
 
     def start_step(self, step: EngineStep) -> StepInput | None:
-        """Return what the runner has to do for a planned step; None if there is nothing to do.
+        """Return the runner's input for a planned step; None if there is nothing to compute.
 
-        The steps planned before it have ended. The runner is given ``watch_layers`` beside it. A
-        step that is started is ended by ``end_step`` before the next is started.
+        All earlier steps must have ended. The runner also gets the callback of ``watch_layers``.
+        Call ``end_step`` before the next step is started.
         """
         with self._lock:
             step.begin_s = self._clock.now_s()
@@ -665,13 +692,13 @@ class Engine:
         result: StepResult,
         failures: Mapping[int, TandemError] = NO_FAILURES,
     ) -> list[RequestOutput]:
-        """Record what a step computed; return its outputs, those of its planning included.
+        """Record the result of a step; return its outputs, including those of its planning.
 
         Args:
-            step: the one that was started.
-            result: of the runner.
-            failures: by sequence id, of those that the runner failed for; their requests end, and
-                nothing that the step computed for them is kept.
+            step: the step that was started.
+            result: result of the runner.
+            failures: errors by sequence id, of the sequences that the runner could not compute.
+                Their requests end, and nothing that the step computed for them is kept.
         """
         plan = step.plan
         with self._lock:
@@ -690,7 +717,10 @@ class Engine:
         return outputs
 
     def watch_layers(self, step: EngineStep) -> Callable[[int], None] | None:
-        """Return the ``on_layer`` of a started step; None if no instance may wait for layers."""
+        """Return the runner's ``on_layer`` callback for a started step.
+
+        None if no prefill-only request is in the step, so that no instance waits for its layers.
+        """
         with self._lock:
             self._num_layers_done = 0
             self._prefilling = {}
@@ -709,7 +739,9 @@ class Engine:
         self._tell_listener()
 
     def _tell_listener(self) -> None:
-        """Notify the listener, without holding the lock: it calls back."""
+        """Notify the listener of progress, without the lock, because the listener calls
+        ``find_prefill``.
+        """
         if self._unused:
             with self._lock:
                 unused, self._unused = self._unused, []
@@ -775,7 +807,9 @@ class Engine:
     def _report(
         self, live: _Live, taken: list[SampledToken], failure: TandemError | None
     ) -> RequestOutput | None:
-        """Return the output of a step for one request (new tokens, its end, or both), or None."""
+        """Return the output of a step for one request (new tokens, its end, or both); None if it
+        has none.
+        """
         request = live.request
         reason = request.finish_reason
         if failure is not None:
@@ -812,12 +846,12 @@ class Engine:
         failure: TandemError | None = None,
         taken: Sequence[SampledToken] = (),
     ) -> RequestOutput:
-        """Make the last output of a request that has ended.
+        """Make the last output of a request that has ended, and drop its data.
 
         Args:
-            live: of the request.
-            failure: what ended it, if something failed.
-            taken: tokens of its last step, of which the last is the stop token and not text.
+            live: data of the request.
+            failure: error that ended it; None if nothing failed.
+            taken: tokens of its last step; the last of them is the stop token, which is not output.
         """
         request = live.request
         assert request.is_finished, f"request {request.request_id} goes on"
@@ -872,14 +906,14 @@ class Engine:
 
 
 def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
-    """Return the log-probabilities of sampled tokens, which all have one or none."""
+    """Return the log-probabilities of sampled tokens; None if they have none."""
     if not tokens or tokens[0].logprob is None:
         return None
     return [token.logprob for token in tokens if token.logprob is not None]
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:
-    """Return the hold's facts that a decode instance needs to continue after a prefill."""
+    """Return the fields of a prefill's last output from which a decode instance can continue."""
     request = live.request
     if request.finish_reason is not FinishReason.PREFILLED:
         return {}

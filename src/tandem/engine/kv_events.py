@@ -1,22 +1,24 @@
-"""Events about cached blocks, for routers of other projects: stored, removed, cleared.
+"""Events about cached blocks (stored, removed, cleared) for routers of other projects.
 
-The messages are those that vLLM and SGLang publish over ZeroMQ: a PUB socket sends [topic, sequence
-number (8 bytes, big endian), msgpack payload]; a ROUTER socket replays what it remembers from a
-sequence number on and ends with the number -1. The payload is [time, events, rank]. vLLM writes an
-event as a map with the key ``type``, SGLang and older vLLM as an array that begins with the name.
+The messages are those that vLLM and SGLang publish over ZeroMQ. A PUB socket sends [topic, sequence
+number (8 bytes, big endian), msgpack payload]; a ROUTER socket replays remembered messages from a
+given sequence number on and ends with the number -1. The payload is [time, events, rank]. vLLM
+encodes an event as a map with the key ``type``; SGLang and older vLLM as an array that begins with
+the name.
 
-Of a model whose layers have a state or a window, an event of a map names its group as vLLM's do: 0
-for KV, 1 for states, 2 for the KV of the layers with a window. A prefix of a model with windows is
-cached up to the last block before which the whole window is there; a prefix of one with states up
-to the last state whose blocks are all there. A state has the hash of the block that it follows;
-between two blocks' ends its own, and the tokens behind the block. Arrays have no groups: there
-states and windows are left out, for one that is removed would be taken for a block.
+For a model with recurrent states or sliding windows, an event in map form names its group, as in
+vLLM: 0 for KV, 1 for states, 2 for the KV of sliding-window layers. A prefix of a model with
+windows is cached up to the last block before which the whole window is cached; a prefix of a model
+with states, up to the last state all of whose blocks are cached. A state at the end of a block has
+the block's hash; a state inside a block has its own hash, and the tokens after the last full block.
+The array form has no groups; states and windows are left out there, because a removed state would
+be taken for a removed block.
 
-Events carry the tokens of prompts. So nothing is published by default, without a secret only on
-loopback or a Unix socket, and beyond it only over CURVE to holders of the secret.
+Events carry the tokens of prompts. So by default nothing is published. Without a secret, events are
+published on loopback or a Unix socket only; elsewhere only over CURVE, to holders of the secret.
 
 Threads: the engine reports under its lock and returns at once; sockets live on a thread of their
-own. A subscriber that does not read loses messages, and sees the gap in the sequence numbers.
+own. A subscriber that does not read loses messages and sees a gap in the sequence numbers.
 """
 
 import asyncio
@@ -44,30 +46,30 @@ __all__ = ["KvEventPublisher"]
 logger = logging.getLogger(__name__)
 
 MEDIUM = "CPU"
-"""The medium that the blocks lie in; ``GPU`` comes with devices."""
+"""Storage medium named in events."""
 KV_GROUP, STATE_GROUP, WINDOW_GROUP = 0, 1, 2
 STATE_KIND = "mamba"
-"""vLLM's name for any state of a sequence."""
+"""vLLM's name for the kind of cache that holds recurrent states of any sort."""
 WINDOW_KIND = "sliding_window"
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 STOP_TIMEOUT_S = 5.0
 FLUSH_S = 0.01
-"""Seconds for which events are gathered into one message."""
+"""Seconds for which events are collected into one message."""
 
 
 class KvEventPublisher:
-    """Publishes what an index reports; an ``IndexObserver``. Close it when the engine has ended.
+    """The publisher of a prefix index's events; an ``IndexObserver``. Close it after the engine.
 
     Args:
-        config: with an endpoint.
+        config: settings, with an endpoint.
         block_size: tokens per block.
-        kv_kind: vLLM's name for what a block holds, of a model whose layers have a state or a
-            window beside it; empty of other models.
-        window: tokens that the layers with a window see, where these have blocks of their own.
-        now: wall time in seconds, for the messages.
+        kv_kind: vLLM's name for the kind of KV in full blocks, for a model with states or windows;
+            otherwise empty.
+        window: size in tokens of the sliding window, if its layers have blocks of their own.
+        now: returns wall-clock time in seconds, for the messages.
 
-    Raises: ConfigError for an address that cannot be bound; PermissionDeniedError for one that
-        others could read.
+    Raises: ConfigError (an address cannot be bound); PermissionDeniedError (others could read an
+        address without the secret).
     """
 
     def __init__(
@@ -106,13 +108,13 @@ class KvEventPublisher:
 
     @property
     def addresses(self) -> list[str]:
-        """The address at which it publishes, and that of replays if it has them; free ports
-        resolved.
+        """Addresses of the PUB socket and, if there is one, of the replay socket, with actual
+        ports.
         """
         return list(self._bound)
 
     def close(self) -> None:
-        """Send what is left and close the sockets."""
+        """Send the remaining events and close the sockets."""
         if self._loop is not None and self._stopping is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(STOP_TIMEOUT_S)
@@ -176,19 +178,21 @@ class KvEventPublisher:
             self._add("BlockRemoved", block_hashes=hashes, medium=MEDIUM, **group)
 
     def note_window_kept(self, node: PrefixNode) -> None:
-        """Publish that a block's KV of the layers with a window is there."""
+        """Publish that a block's KV of the sliding-window layers is cached."""
         if self._config.encoding == "map":
             group = self._name_group(WINDOW_GROUP, WINDOW_KIND)
             self._add_stored(node, **group, kv_cache_spec_sliding_window=self._window)
 
     def note_window_removed(self, key: bytes) -> None:
-        """Publish that a block's KV of the window layers is no longer cached."""
+        """Publish that a block's KV of the sliding-window layers is no longer cached."""
         if self._config.encoding == "map":
             group = self._name_group(WINDOW_GROUP, WINDOW_KIND)
             self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM, **group)
 
     def _name_group(self, number: int, kind: str) -> dict[str, Any]:
-        """Return the fields of a group; none where all blocks are of one."""
+        """Return the event fields that name a group; empty if the model has only one kind of
+        block.
+        """
         has_groups = self._kv_kind and self._config.encoding == "map"
         return {"group_idx": number, "kv_cache_spec_kind": kind} if has_groups else {}
 
@@ -300,7 +304,9 @@ class KvEventPublisher:
         self._sequence += 1
 
     def _replay(self, socket: "zmq.Socket[bytes]") -> None:
-        """Answer one request: every message from a number on, then the end."""
+        """Answer one replay request: send every remembered message from a number on, then the
+        end.
+        """
         client, *rest = socket.recv_multipart(zmq.NOBLOCK)
         if not rest or len(rest[-1]) != 8:
             logger.info("event=kv_replay_refused frames=%d", len(rest))

@@ -1,11 +1,11 @@
-"""The memory of an instance's KV blocks, taken from the machine as blocks are first used.
+"""The memory of an instance's KV blocks, reserved from the system as blocks are first used.
 
-Addresses for all blocks are there from the start, so that the cache, its views and what is
-registered with the transfer engine never move. Memory is reserved behind them extent by extent,
-from block 0 on, each before the scheduler gives a block of it away: memory that is reserved can be
-touched whatever other processes take meanwhile. An idle instance has one extent.
+Address space for all blocks exists from the start, so the cache, its views and the transfer
+engine's registrations never move. Physical memory is reserved in extents, from block 0 on, before
+the scheduler allocates a block in it; so a step never touches memory that other processes could
+have taken. An idle instance has one extent.
 
-Threads: ``reserve_blocks`` is called by the engine's thread alone.
+Threads: only the engine's thread calls ``reserve_blocks``.
 """
 
 import logging
@@ -27,30 +27,31 @@ EXTENT_BYTES = 32 << 20
 """Bytes reserved at a time. The first step that uses an extent waits until it is zeroed."""
 
 KEEP_FREE_BYTES = 256 << 20
-"""Left to the other needs of this process and of the machine: below it the kernel ends processes
-rather than refuse memory."""
+"""Bytes that are left free for other needs: with less, the kernel would kill processes rather than
+refuse memory."""
 
 MIB = 1 << 20
 
 
 class KvMemory(Reservation, Protocol):
-    """A reservation in host memory."""
+    """A range of address space in host memory, whose first part is reserved."""
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """All bytes; those beyond ``reserved_bytes`` must not be touched."""
+        """All bytes of the range; those beyond ``reserved_bytes`` must not be accessed."""
         ...
 
 
 class KvExtents:
-    """Reserves the memory of blocks, as long as the machine has it; a ``BlockMemory``.
+    """The ``BlockMemory`` of a block pool in host memory.
 
     Args:
-        memory: of all blocks, one after the other.
-        num_blocks: of the pool.
-        block_bytes: of one.
-        extent_bytes: reserved at a time, at least.
-        read_free_bytes: how much the machine and the control groups have left; None: unknown.
+        memory: range for all blocks, one after the other.
+        num_blocks: number of blocks of the pool.
+        block_bytes: bytes of one block.
+        extent_bytes: bytes reserved at a time, at least one block.
+        read_free_bytes: returns the bytes free in the machine and its control groups; None:
+            unknown.
     """
 
     def __init__(
@@ -70,7 +71,11 @@ class KvExtents:
         self._is_short = False
 
     def reserve_blocks(self, num_blocks: int) -> int:
-        """Reserve memory for the first blocks; log when memory runs short and when that ends."""
+        """Reserve memory for the blocks below ``num_blocks``, or as many as possible; return how
+        many have it.
+
+        Logs the beginning and the end of a shortage.
+        """
         wanted = min(num_blocks * self._block_bytes, self._size_bytes)
         try:
             while (begin := self._memory.reserved_bytes) < wanted:

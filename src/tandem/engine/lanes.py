@@ -1,7 +1,7 @@
-"""Routed experts on the host beside a device: what is uploaded, kept there, or streamed.
+"""Routed experts in host memory beside a device: which are uploaded, kept there, or streamed.
 
-Speeds of a GPU are not measured yet, so the plan takes those of a known machine; decodes learn
-their own from the first step on.
+A GPU's speed is not measured yet, so the plan uses that of a known machine. Decodes measure their
+own speeds from the first step on.
 """
 
 from math import prod
@@ -27,37 +27,39 @@ __all__ = ["LanePlan", "count_slot_bytes", "plan_lanes"]
 
 MIB = 1 << 20
 KNOWN_MACHINE = "xeon6430-4090"
-"""Its GPU and its link stand for those of a machine whose GPU is not measured."""
+"""Machine of the catalog whose GPU and link stand for those of a machine that was not measured."""
 
 
 class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of how host and device share the routed experts."""
+    """The division of the routed experts' work between host and device."""
 
     max_uploads: int
-    """Experts of a layer that a decode step uploads at most."""
+    """Largest number of experts per layer that a decode step uploads."""
     upload_reason: str
     num_slots: int
-    """Experts of a layer that stay in the device's memory."""
+    """Number of experts per layer that stay in the device's memory."""
     slot_bytes: int
-    """Bytes of all of them there, with places for uploads that do not stay."""
+    """Bytes of device memory for the ``num_slots`` experts of all layers, and for uploads that do
+    not stay."""
     policy: str
-    """Name of the policy that decides which these are, of ``EXPERT_POLICIES``."""
+    """Name in ``EXPERT_POLICIES`` of the policy that decides which experts stay."""
     stream_tokens: int
-    """Tokens of a step from which its experts are streamed; 0: never."""
+    """Number of tokens in a step from which all its experts are streamed to the device; 0:
+    never."""
     stream_reason: str
     host_s: float
-    """Assumed seconds of an expert on the host, until it is measured."""
+    """Assumed seconds to compute an expert on the host, until it is measured."""
     upload_s: float
-    """Assumed seconds of an uploaded expert, until it is measured."""
+    """Assumed seconds to upload an expert, until it is measured."""
 
     def make_split(self) -> LaneSplit | None:
-        """Return the splitter of a step's experts between device and host; None: the host has
-        all.
+        """Return an object that divides a step's experts between device and host; None: all on the
+        host.
         """
         return LaneSplit(self.host_s, self.upload_s) if self.max_uploads else None
 
     def tell(self) -> list[tuple[str, str, str]]:
-        """Return (item, value, reason) for the plan's table."""
+        """Return rows (item, value, reason) for the printed plan."""
         uploads = f"up to {self.max_uploads} a layer" if self.max_uploads else "none"
         streamed = f"from {self.stream_tokens} tokens on" if self.stream_tokens else "never"
         kept = "none"
@@ -71,14 +73,14 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_slot_bytes(config: ModelConfig, model: ModelPlan, device: Device) -> int:
-    """Return the bytes of experts that stay on a device, and of places for uploads that do not.
+    """Return the bytes of device memory for experts that stay there and for uploads that do not.
 
     Args:
-        config: says how many.
-        model: planned.
-        device: computes all but routed experts.
+        config: settings, with the number of experts.
+        model: plan of the model.
+        device: device that computes everything but routed experts.
 
-    Raises: ConfigError (nothing brings experts to a device, or there are none that it could).
+    Raises: ConfigError (experts cannot be kept on this device, with this model or these settings).
     """
     if not config.device_experts:
         return 0
@@ -111,20 +113,20 @@ def count_slot_bytes(config: ModelConfig, model: ModelPlan, device: Device) -> i
 
 
 def _scales_inputs(model: ModelPlan) -> bool:
-    """Return True if the router scales its experts' inputs, so that outputs have no weights."""
+    """Return True if the router's weights scale the experts' inputs and not their outputs."""
     return any(isinstance(m.spec, ExpertsSpec) and m.spec.scales_input for m in model.modules)
 
 
 def plan_lanes(
     config: ModelConfig, model: ModelPlan, shape: ModelShape, *, slot_bytes: int = 0
 ) -> LanePlan | None:
-    """Return the lanes of a model's experts; None where host and device share none.
+    """Return the division of the routed experts' work; None if host and device do not share it.
 
     Args:
-        config: says what is wanted.
-        model: planned.
-        shape: of the model.
-        slot_bytes: of ``count_slot_bytes``.
+        config: settings.
+        model: plan of the model.
+        shape: sizes of the model.
+        slot_bytes: result of ``count_slot_bytes``.
     """
     sizes = list_expert_sizes(model)
     is_shared = model.device != "cpu" and model.expert_device == "cpu"

@@ -1,4 +1,4 @@
-"""The memory that the KV cache takes, and the reason. Plain arithmetic; the caller measures."""
+"""The sizes of the KV cache, of state slots and of window blocks, with reasons. Pure arithmetic."""
 
 from typing import NamedTuple
 
@@ -17,21 +17,21 @@ __all__ = [
 ]
 
 DEFAULT_FRACTION = 0.4
-"""Default fraction of the free memory, when nothing is set: activations, the page cache that the
-weights are mapped through, and the user's other programs need the rest."""
+"""Share of the free memory that the KV cache gets by default. Activations, the page cache of mapped
+weights, and the user's other programs need the rest."""
 
 SLOTS_PER_REQUEST = 4
 """State slots per running request: one for its state, the others for snapshots."""
 
 KEPT_WINDOW_TOKENS = 2048
-"""Tokens of KV for each of which there is room for one window that is kept: about a turn of a chat,
-and later prompts go on where turns end."""
+"""Tokens of cached KV per cached window. It is about a message of a chat, because later prompts go
+on at the ends of messages."""
 
 GIB = 1 << 30
 
 
 class WindowPlan(NamedTuple):
-    """The blocks of layers with a window that will be allocated."""
+    """The number and size of the window blocks that will be allocated."""
 
     num_blocks: int
     block_bytes: int
@@ -44,16 +44,16 @@ class WindowPlan(NamedTuple):
 
 
 class KvPlan(NamedTuple):
-    """The KV cache that will be allocated."""
+    """The number and size of the KV blocks that will be allocated."""
 
     num_blocks: int
     block_bytes: int
     reason: str
     max_model_len: int
-    """Tokens of the longest request."""
+    """Largest number of tokens of a request."""
     max_model_len_reason: str
     windows: WindowPlan | None = None
-    """Windows of the layers with a window; None: they are part of the blocks."""
+    """Blocks of the sliding-window layers; None: these layers use the full blocks."""
 
     @property
     def size_bytes(self) -> int:
@@ -62,7 +62,7 @@ class KvPlan(NamedTuple):
 
 
 class StatePlan(NamedTuple):
-    """The slots of states that will be allocated."""
+    """The number and size of the state slots that will be allocated."""
 
     num_slots: int
     state_bytes: int
@@ -82,16 +82,16 @@ def plan_states(
     total_bytes: int,
     fraction: float = DEFAULT_FRACTION,
 ) -> StatePlan:
-    """Choose the number of slots of a model whose layers have a state.
+    """Choose the number of state slots of a model with recurrent states.
 
     Args:
-        config: ``num_state_slots`` wins over ``state_cache_gib`` wins over the default.
+        config: ``num_state_slots`` wins over ``state_cache_gib``, which wins over the default.
         state_bytes: size of one state.
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
-        fraction: of the free memory, for KV and states, when nothing is set.
+        fraction: default share of the free memory for KV and states together.
 
-    Raises: ConfigError if there is not room for one, or less memory than asked for.
+    Raises: ConfigError (no room for one slot, or more memory asked for than there is).
     """
     if config.num_state_slots:
         num_slots, reason = config.num_state_slots, "engine.num_state_slots"
@@ -119,7 +119,7 @@ def plan_states(
 
 
 def check_context(max_model_len: int, own: int) -> None:
-    """Refuse a context that was asked for, beyond the positions that the model knows.
+    """Check that a requested context is not longer than the positions that the model knows.
 
     Raises: ConfigError.
     """
@@ -143,21 +143,22 @@ def plan_kv_cache(
     fraction: float = DEFAULT_FRACTION,
     windows: WindowLayout | None = None,
 ) -> KvPlan:
-    """Choose the number of blocks, and the context: the model's own, or less if it does not fit.
+    """Choose the number of KV blocks, and the context: the model's own, or less if it does not fit.
 
     Args:
-        config: ``num_kv_blocks`` wins over ``kv_cache_gib`` wins over the default.
-        block_bytes: size of one block over all layers but those of ``windows``.
-        own_context: positions that the model knows; ``config.max_model_len`` is at most that.
+        config: ``num_kv_blocks`` wins over ``kv_cache_gib``, which wins over the default.
+        block_bytes: size of one block over all layers except those of ``windows``.
+        own_context: number of positions that the model knows; ``config.max_model_len`` is at most
+            that.
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
-        fraction: of the free memory, when nothing is set.
-        taken_bytes: of the default's share, by states.
-        windows: the blocks of layers with a window, for which there must be memory beside; None:
-            these layers are part of the blocks.
+        taken_bytes: part of the default share that states take.
+        fraction: default share of the free memory.
+        windows: layout of the sliding-window layers' own blocks, which need memory too; None: these
+            layers use the full blocks.
 
-    Raises: ConfigError if the cache cannot hold one request of the context that was asked for, or
-        not one block, or is larger than the machine, with what would help.
+    Raises: ConfigError (the cache has no room for one block, or for one request of the requested
+        context, or exceeds the machine's memory). The message says what would help.
     """
     max_model_len = config.max_model_len or own_context
     context_reason = "as asked for" if config.max_model_len else "the model's own"
@@ -209,7 +210,7 @@ def plan_kv_cache(
 def _count_affordable(
     config: EngineConfig, budget: int, block_bytes: int, windows: WindowLayout | None
 ) -> int:
-    """Return the number of blocks that fit a budget, with the window blocks that belong to them."""
+    """Return how many blocks fit into ``budget`` bytes, together with their window blocks."""
     if windows is None:
         return budget // block_bytes
     own_bytes = windows.layout.bytes_per_block
@@ -221,7 +222,7 @@ def _count_affordable(
 
 
 def _count_windows(config: EngineConfig, windows: WindowLayout) -> tuple[int, float]:
-    """Return the window blocks of running requests, and those kept for each block of the others."""
+    """Return the number of window blocks for running requests, and the number per other block."""
     size = config.block_size
     seen = count_window_blocks(windows.window, size)
     # Count one step's tokens twice: the next step is planned, with its own blocks, while one runs.

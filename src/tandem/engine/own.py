@@ -1,4 +1,8 @@
-"""The engine plan of a model that transformers' own modules run: memory by tokens, and its rows."""
+"""The engine plan of a model that runs by transformers' own modules instead of our operators.
+
+Such a model has one cache object per sequence. KV blocks then only count tokens, and state slots
+hold cache objects.
+"""
 
 from typing import NamedTuple
 
@@ -16,10 +20,12 @@ MIB = 1 << 20
 
 
 class OwnMemory(NamedTuple):
-    """The memory of cache objects: blocks count the tokens of running ones, slots hold them."""
+    """The memory for cache objects: blocks count running requests' tokens, state slots hold the
+    objects.
+    """
 
     layout: GqaLayout
-    """Layout of blocks without a layer: they name tokens and hold nothing."""
+    """Layout of blocks with no layers: they count tokens and hold no data."""
     kv: KvPlan
     states: StatePlan
     config: EngineConfig
@@ -28,17 +34,17 @@ class OwnMemory(NamedTuple):
 def plan_own_memory(
     model: ModelPlan, config: EngineConfig, *, available_bytes: int, total_bytes: int
 ) -> OwnMemory:
-    """Choose how many tokens the cache objects of running requests may have together.
+    """Choose how many tokens the cache objects of all running requests may have together.
 
-    Copies that are kept for prefixes may have as many again.
+    The copies kept for cached prefixes may have as many again.
 
     Args:
-        model: with ``own``.
-        config: as of ``plan_kv_cache`` and ``plan_states``.
+        model: plan of the model, with ``own``.
+        config: see ``plan_kv_cache`` and ``plan_states``.
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
 
-    Raises: ConfigError, as these.
+    Raises: ConfigError, as ``plan_kv_cache`` and ``plan_states``.
     """
     own = model.own
     assert own is not None, "a plan of operators"
@@ -71,11 +77,12 @@ def plan_own_memory(
 
 
 def make_own_policy(own: OwnModules, config: EngineConfig) -> StatePolicy:
-    """Return how copies of cache objects are kept: at ends of pieces, within a budget of tokens.
+    """Return the policy that keeps copies of cache objects: at multiples of the piece length of a
+    prompt, with a limit on their tokens together.
 
     Args:
-        own: of the model's plan.
-        config: as planned.
+        own: part of the model's plan about its own modules.
+        config: planned settings.
     """
     return StatePolicy(
         config.num_state_slots,
@@ -86,12 +93,13 @@ def make_own_policy(own: OwnModules, config: EngineConfig) -> StatePolicy:
 
 
 def list_own_rows(own: OwnModules, kv: KvPlan, config: EngineConfig) -> list[tuple[str, str, str]]:
-    """Return (what, value, why) of what differs from a model of operators.
+    """Return rows (item, value, reason) of the printed plan that differ from a model with
+    operators.
 
     Args:
-        own: of the model's plan.
-        kv: the tokens of running requests.
-        config: as planned.
+        own: part of the model's plan about its own modules.
+        kv: plan of the blocks, which count running requests' tokens.
+        config: planned settings.
     """
     tokens = kv.num_blocks * config.block_size
     kept = f"of at most {tokens} tokens together" if own.is_cut else "none"

@@ -1,8 +1,8 @@
-"""The plan of an engine: every value that will run, with its reason.
+"""The plan of an engine: every setting with its actual value and the reason.
 
-``plan_engine`` decides, from the configuration of the model and what the machine offers, without
-reading a weight. `tandem plan` and `tandem serve --dry-run` print its plan, ``build_engine`` obeys
-it, ``/server_info`` has it.
+``plan_engine`` makes it from the model's configuration and the machine's resources, without reading
+a weight. `tandem plan` and `tandem serve --dry-run` print it, ``build_engine`` carries it out, and
+``/server_info`` shows it.
 """
 
 import logging
@@ -46,14 +46,14 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 DEVICE_FRACTION = 0.85
-"""Share of the memory that weights leave free on a GPU: a step's activations need the rest."""
+"""Share of a GPU's memory left by the weights that goes to KV; activations need the rest."""
 
 TIER_KV_FRACTION = 0.2
-"""The share for KV of the memory beside the dense weights, where experts lie on disk: there an
-expert in memory saves more time than a block that nobody uses."""
+"""Share for KV of the memory left by the dense weights, if experts lie on disk. It is small,
+because an expert in memory saves more time than an unused block."""
 RUNTIME_BYTES = 1 << 30
-"""Bytes of an instance beside weights and KV: Python, torch, activations of a step. Measured:
-0.6 GiB after loading, and tens of KiB a token of a step."""
+"""Bytes that an instance needs beside weights and KV: Python, torch, activations. Measured: 0.6 GiB
+after loading, and tens of KiB per token of a step."""
 
 MIN_SHARED_WEIGHTS = 2_000_000
 """Weights that a token reads in a layer, below which torch multiplies on one thread: its operations
@@ -64,9 +64,10 @@ for 512 tokens, 0.8 for 16 decodes, and no longer for one."""
 
 
 COARSER_FORMATS = ("int8", "int4")
-"""Formats whose rejection is told, with what they would bring."""
+"""Weight formats for which the plan tells the speed they would bring and why they were not
+chosen."""
 PROMPT_TOKENS = 4096
-"""Tokens of the prompt by which steps are compared; the context's half, where it is shorter."""
+"""Prompt length in tokens for speed predictions; half the context if that is shorter."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,39 +77,41 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     prefill_rate: float
     """Prefill speed, tokens a second."""
     decode_rate: float
-    """Decode speed after that prompt, tokens a second."""
+    """Decode speed after a prompt of ``prompt_tokens``, tokens a second."""
     chunk_rates: dict[int, float]
     """Prefill speed in tokens a second, by the token budget of a step."""
     format_rates: dict[str, float]
-    """Tokens a second in decode, by the format of routed experts, or of all matrices of a model
-    without."""
+    """Decode speed in tokens a second, by the format of the routed experts; for a model without
+    experts, by the format of all matrices."""
     source: str
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine that will run: every value concrete, with its reason where it was decided here."""
+    """The plan of the engine that will run: every value concrete, with reasons of those decided
+    here.
+    """
 
     model: ModelPlan
     layout: KVLayout
-    """Layout of the blocks, without the layers of ``windows``."""
+    """Layout of the full blocks, without the layers of ``windows``."""
     windows: WindowLayout | None = None
-    """Windows of the blocks of layers with a window; None: they have none of their own."""
+    """Layout of the sliding-window layers' own blocks; None: these layers use the full blocks."""
     config: EngineConfig
     """Engine settings with every automatic value filled in."""
     kv: KvPlan
     states: StatePlan | None
-    """None: no layer has a state."""
+    """Number of state slots; None: the model has no recurrent state."""
     threads_reason: str
     deferral_reason: str
     torch_threads: int
-    """Threads of torch, which computes what is not native."""
+    """Number of threads that torch uses for operations without a native kernel."""
     torch_threads_reason: str
     step_reason: str
     forecast: Forecast | None
-    """None: this machine was not measured."""
+    """Predicted speeds; None if this machine was not measured."""
     rejected: tuple[Choice, ...]
     lanes: LanePlan | None = None
-    """None: no experts on the host beside a device."""
+    """Division of the routed experts between host and device; None if they do not share them."""
 
     @property
     def operator_threads(self) -> dict[str, int]:
@@ -117,11 +120,13 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         return {**dict.fromkeys(names, self.config.threads), "torch": self.torch_threads}
 
     def rejected_rows(self) -> list[tuple[str, str, str]]:
-        """Return (item, value, reason against it) for a table."""
+        """Return rows (item, value, reason against it) of rejected choices, for the printed
+        plan.
+        """
         return [(choice.what, choice.value, choice.reason) for choice in self.rejected]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return (item, value, reason) for a table."""
+        """Return rows (item, value, reason) of the printed plan."""
         model, spec, kv = self.model, self.model.spec, self.kv
         begin = [
             ("model", model.folder, spec.architecture),
@@ -225,12 +230,12 @@ def plan_engine(
     """Decide the settings that are 0 or ``auto``.
 
     Args:
-        model_config: what to load.
-        engine_config: 0 where the value is to be decided here.
-        num_siblings: instances that share the free memory, this one included.
-        is_shared: blocks go to a store or to other instances.
+        model_config: settings of the model.
+        engine_config: settings of the engine, 0 for a value to be decided here.
+        num_siblings: number of instances that share the free memory, this one included.
+        is_shared: True if blocks go to a store or to other instances.
 
-    Raises: as ``plan_model``; ConfigError if settings do not fit the model or the memory.
+    Raises: errors of ``plan_model``; ConfigError (settings do not fit the model or the memory).
     """
     folder = resolve_folder(model_config.path, revision=model_config.revision)
     topology = _native.read_topology()
@@ -369,7 +374,10 @@ def plan_engine(
 def _split_windows(
     spec: ModelSpec, layout: KVLayout, context: int
 ) -> tuple[KVLayout, WindowLayout | None]:
-    """Return the layouts of the two groups of blocks; one where windows are part of the others."""
+    """Return the layouts of full blocks and of window blocks.
+
+    The latter is None if sliding-window layers are to use the full blocks.
+    """
     is_even = spec.window_sizes is None
     if is_even and (spec.state_layout is not None or spec.sliding_window >= context):
         return layout, None
@@ -377,9 +385,9 @@ def _split_windows(
 
 
 def _check_device_weights(model: ModelPlan, free_bytes: int, left_bytes: int) -> None:
-    """Refuse weights that a device has no room for, before any is loaded.
+    """Check that the weights fit a device's memory, before any is loaded.
 
-    Raises: ConfigError; the text says what to change.
+    Raises: ConfigError (they do not; the text says what to change).
     """
     if left_bytes > 0:
         return
@@ -394,11 +402,11 @@ def _check_device_weights(model: ModelPlan, free_bytes: int, left_bytes: int) ->
 
 
 def count_users(planned: EnginePlan, rate: float) -> int:
-    """Return the number of users that each get a token rate; 0 where it is not known.
+    """Return how many users at a time get at least ``rate`` tokens a second each; 0 if unknown.
 
     Args:
-        planned: of the engine.
-        rate: tokens a second of each.
+        planned: plan of the engine.
+        rate: tokens a second for each user.
     """
     calibration, told = find_kept(), planned.forecast
     # Models that run by transformers' own modules have no forecast.
@@ -422,7 +430,7 @@ def count_users(planned: EnginePlan, rate: float) -> int:
 def _plan_tier(
     model: ModelPlan, model_config: ModelConfig, engine_config: EngineConfig, available_bytes: int
 ) -> ModelPlan:
-    """Return the plan with routed experts on disk, in the memory that KV leaves."""
+    """Return the model's plan with routed experts on disk, cached in the memory that KV leaves."""
     left = available_bytes - (model.weight_bytes - model.expert_bytes)
     layout = make_kv_layout(model.spec, engine_config.block_size, engine_config.kv_dtype)
     if engine_config.num_kv_blocks:
@@ -443,7 +451,7 @@ def _plan_tier(
 
 
 def _tell_tier(model: ModelPlan) -> list[tuple[str, str, str]]:
-    """Return the rows of experts that lie on disk."""
+    """Return rows (item, value, reason) about experts on disk, for the printed plan."""
     tier = model.tier
     if tier is None:
         return []
@@ -471,13 +479,15 @@ def _tell_tier(model: ModelPlan) -> list[tuple[str, str, str]]:
 def _share_memory(
     available_bytes: int, weight_bytes: int, mapped_bytes: int, num_siblings: int
 ) -> int:
-    """Return what one of several instances may use beside its weights; negative if they do not fit.
+    """Return the bytes that each of several instances may use beside its weights.
+
+    Negative if the weights do not fit.
 
     Args:
-        available_bytes: of the machine, before any of them has loaded.
-        weight_bytes: of the model.
-        mapped_bytes: of these, in a file that all instances map: they count once.
-        num_siblings: instances.
+        available_bytes: free memory of the machine before any instance has loaded.
+        weight_bytes: bytes of the model's weights.
+        mapped_bytes: the part of them in a file that all instances map, so that it counts once.
+        num_siblings: number of instances.
     """
     return (available_bytes - mapped_bytes) // num_siblings - (weight_bytes - mapped_bytes)
 
@@ -531,9 +541,9 @@ def _count_available(topology: _native.Topology) -> int:
 def _forecast(
     model: ModelPlan, shape: ModelShape, calibration: Calibration | None, prompt: int
 ) -> Forecast | None:
-    """Predict speeds by the calibration of this machine; None without one.
+    """Predict speeds from the calibration of this machine; None without one.
 
-    Experts on disk are left out: their rate is the disk's, which the plan tells beside it. So are
+    None also if experts lie on disk, where the disk decides the speed (shown separately), and for
     models on a GPU, of which nothing is measured.
     """
     if calibration is None or model.tier is not None or model.device != "cpu":

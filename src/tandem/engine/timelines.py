@@ -1,7 +1,9 @@
-"""The log of an instance's requests, for ``tandem explain``.
+"""The course of an instance's requests (loads, steps, preemptions), recorded for ``tandem
+explain``.
 
-A live request has a record of counters; when it ends, the record becomes a message and goes into a
-ring of the last ones. Nothing here decides, and a token costs two additions. Time is an argument.
+A live request has a record of counters. When it ends, the record becomes a message in a ring of
+those that ended last. Nothing here decides anything; a token costs two additions. Time is an
+argument.
 """
 
 from collections import OrderedDict
@@ -22,19 +24,20 @@ from tandem.engine.stepping.messages import Phase
 __all__ = ["TimelineLog"]
 
 MAX_EVENTS = 8
-"""Largest number of loads and preemptions listed in one record; more are only counted."""
+"""Largest number of loads and of preemptions listed in one record; further ones are only
+counted."""
 _FINAL = (MissReason.DISABLED, MissReason.NEEDS_LOGITS, MissReason.TOO_LATE)
-"""Reasons of the prefix index that nothing in the store could have changed."""
+"""Reasons of a miss that no lower tier could have changed."""
 
 _DROPPED = "dropped"
-"""Reason of a load that a plan gave up; ``_name_drop`` says why."""
+"""Provisional reason of a load that a plan has dropped; ``_name_drop`` finds the actual reason."""
 
 
 @dataclass(slots=True)
 class _Load:
     message: KvLoadRecord
     pending: set[int]
-    """Block ids whose load was not reported yet."""
+    """Ids of the blocks whose transfer has not ended yet."""
 
 
 @dataclass(slots=True)
@@ -53,12 +56,12 @@ class _Record:
 
 
 class TimelineLog:
-    """Records of the live requests, and of the last ones that ended.
+    """The records of live requests and of those that ended last.
 
     Args:
-        capacity: ended requests to remember.
+        capacity: number of ended requests to remember.
         block_size: tokens per block.
-        block_bytes: of one block in all layers.
+        block_bytes: bytes of one block in all layers.
     """
 
     def __init__(self, capacity: int, *, block_size: int, block_bytes: int = 0) -> None:
@@ -72,12 +75,14 @@ class TimelineLog:
         return len(self._live) + len(self._ended)
 
     def open(self, request: Request, lookup: StoreLookup | None) -> None:
-        """Begin the record of a request that was accepted after the lookup."""
+        """Begin the record of an accepted request; ``lookup`` is its lookup in the store, if there
+        was one.
+        """
         waited_s = 0.0 if lookup is None else lookup.seconds
         self._live[request.request_id] = _Record(request, lookup, request.arrival_s - waited_s)
 
     def note_plan(self, plan: StepPlan, now_s: float) -> None:
-        """Record the loads that a plan starts or gives up, and the requests that it preempts."""
+        """Record the loads that a plan starts or drops, and the requests that it preempts."""
         for request in plan.preempted:
             record = self._live[request.request_id]
             if len(record.preempted_s) < MAX_EVENTS:
@@ -91,7 +96,7 @@ class TimelineLog:
             self._begin_load(request_id, loads, now_s)
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Count a step for each request in it."""
+        """Count a step and its seconds, as prefill or as decode, for each request in it."""
         for sequence in plan.sequences:
             record = self._live[sequence.request.request_id]
             if sequence.phase is Phase.PREFILL:
@@ -120,7 +125,7 @@ class TimelineLog:
             self._ended.popitem(last=False)
 
     def get(self, request_id: str, now_s: float) -> InstanceTimeline | None:
-        """Return what is known of a request; None for one that is unknown or forgotten."""
+        """Return the timeline of a request; None if it is unknown or forgotten."""
         record = self._live.get(request_id)
         return self._ended.get(request_id) if record is None else self._describe(record, now_s)
 
@@ -140,7 +145,9 @@ class TimelineLog:
     def _end_load(
         self, request: Request, block_ids: Sequence[int], now_s: float, reason: str | None
     ) -> None:
-        """Record the ends of transfers; ``reason`` is None for blocks that arrived."""
+        """Record that transfers into blocks have ended; ``reason`` is None if the blocks
+        arrived.
+        """
         record = self._live.get(request.request_id)
         if record is None or record.request is not request:
             return  # A transfer may end after its request has ended.
@@ -191,9 +198,10 @@ class TimelineLog:
         )
 
     def _choose_miss(self, record: _Record) -> PrefixMiss | None:
-        """Return why the prefix ended where it did: by the index, unless the store knows better.
+        """Return why a request's cached prefix ended, considering lower tiers too.
 
-        What the device lacks, a lower tier may have had; then that it did not help is the reason.
+        The index's reason stands, unless the store may have had the next block: then the reason is
+        that its load failed, came too late, was not tried, or that the store did not answer.
         """
         request, report = record.request, record.request.report
         miss = report.miss
@@ -215,7 +223,7 @@ class TimelineLog:
 
 
 def _name_drop(request: Request, load: KvLoadRecord) -> str:
-    """Return the reason why a transfer is no longer wanted."""
+    """Return the reason why a load was dropped, as named in timelines."""
     if load.failures.keys() - {"too_late"}:
         return "after_gap"
     return "too_late" if request.state is RequestState.RUNNING else "given_up"
@@ -226,7 +234,7 @@ def _after(moment_s: float | None, zero_s: float) -> float | None:
 
 
 def _copy(load: KvLoadRecord) -> KvLoadRecord:
-    """Return a copy of a load record that later reports do not change."""
+    """Return a copy of a load record, unaffected by later changes of the original."""
     return KvLoadRecord(
         source=load.source,
         begin_s=load.begin_s,

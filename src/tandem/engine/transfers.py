@@ -1,8 +1,8 @@
-"""Moving blocks of KV between the device, lower tiers and other instances: the interfaces.
+"""Interfaces of the transfer of KV blocks between the device, lower tiers and other instances.
 
-The engine hands every plan to one ``BlockTransfers``. What comes from one kind of source has an
-implementation of its own (``engine/tiers`` for ``TierKv``, ``engine/disaggregation`` for
-``PrefillKv``); ``TransfersBySource`` makes one of several.
+The engine passes every plan to one ``BlockTransfers``. Each kind of source has its own
+implementation (``engine/tiers`` for ``TierKv``, ``engine/disaggregation`` for ``PrefillKv``);
+``TransfersBySource`` combines several.
 """
 
 from collections.abc import Sequence
@@ -19,44 +19,46 @@ __all__ = ["BlockTransfers", "LoadSink", "TransfersBySource"]
 
 
 class BlockTransfers(Protocol):
-    """Moves blocks between the device and lower tiers or other instances, beside the steps."""
+    """The transfer of blocks between the device and lower tiers or other instances, beside the
+    steps.
+    """
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of sources from which this implementation loads."""
+        """The kinds of ``KvSource`` that this implementation loads from."""
         ...
 
     def begin(self, plan: StepPlan) -> None:
-        """Execute a plan's requests; see ``StepPlan`` for the order.
+        """Begin the loads and stores of a plan; see ``StepPlan`` for their order.
 
-        Called for every plan, one without sequences too, before its step writes. Returns soon and
-        does not raise. The end of each load is reported to a ``LoadSink`` within a time that is
-        bounded, from any thread.
+        Called for every plan, also one without sequences, before its step writes. Must return soon
+        and not raise. The end of each load is reported to a ``LoadSink`` within a bounded time,
+        from any thread.
         """
         ...
 
 
 class LoadSink(Protocol):
-    """The receiver of the results of loads: the engine."""
+    """The receiver of the results of loads, which is the engine."""
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Record that blocks have their verified content."""
+        """Record that blocks have been loaded and their content verified."""
         ...
 
     def load_failed(
         self, request: Request, block_ids: Sequence[int], reason: str = "failed"
     ) -> None:
-        """Record that blocks have no content and that nothing writes into them any more.
+        """Record that blocks could not be loaded and that nothing writes into them any more.
 
         Args:
-            request: whose loads they were.
-            block_ids: of the blocks.
-            reason: as in the counters.
+            request: the request for which they were loaded.
+            block_ids: ids of the blocks.
+            reason: name of the reason in the counters.
         """
         ...
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
-        """Return True if a block still has the content that it was reported with."""
+        """Return True if a block still has the content with which it was reported."""
         ...
 
 
@@ -64,8 +66,8 @@ class TransfersBySource:
     """A ``BlockTransfers`` that passes each load to the part that reads from its source.
 
     Args:
-        parts: for different sources. A plan goes to them in this order: one that copies evicted
-            blocks out comes before one whose loads write into them.
+        parts: implementations for different sources, called in this order with each plan. A part
+            that copies evicted blocks must come before one whose loads overwrite them.
     """
 
     def __init__(self, parts: Sequence[BlockTransfers]) -> None:
@@ -74,7 +76,7 @@ class TransfersBySource:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of sources that a part reads."""
+        """The kinds of ``KvSource`` that any part loads from."""
         return self._sources
 
     def begin(self, plan: StepPlan) -> None:

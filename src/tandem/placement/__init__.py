@@ -1,3 +1,1 @@
-"""Choice of operator, device and weight format for each part of a model: plain data in, a
-plan out.
-"""
+"""Placement: the choice of operator, device and weight format for each part of a model. Pure."""

@@ -44,7 +44,7 @@ class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     title: str
     source: str
     stored_format: str
-    """Weight format that its makers publish, of routed experts, or of all matrices."""
+    """Weight format, as published, of its routed experts; of all matrices if it has none."""
     config: dict[str, Any]
     """Fields of ``config.json`` that affect sizes."""
 

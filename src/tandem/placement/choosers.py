@@ -1,7 +1,6 @@
-"""Rules by which a plan chooses a value from predicted rates, for this machine or another one.
+"""Rules by which a plan chooses a value from predicted rates. Pure.
 
-Each rule takes predicted rates and returns a value; `tandem serve` and `tandem plan --hardware`
-share the rules so that they decide alike.
+`tandem serve` and `tandem plan --hardware` share these rules, so that they decide alike.
 """
 
 from collections.abc import Mapping, Sequence

@@ -198,14 +198,18 @@ class _Machine:
 
 
 def _seen(layer: ShapeLayer, context: float) -> float:
-    """Return the tokens of a context that attention reads."""
+    """Return how many tokens of a context attention reads in a layer."""
     for limit in (layer.window, layer.top_tokens):
         context = min(context, limit) if limit else context
     return context
 
 
 def _distinct(experts: float, tokens: float, layer: ShapeLayer) -> float:
-    """Return how many of ``experts`` experts a step uses, if choices are uniform."""
+    """Return the expected number of distinct experts, of ``experts``, that ``tokens`` tokens
+    choose.
+
+    Choices are assumed to be uniform.
+    """
     return experts * (1 - (1 - layer.top_k / layer.num_experts) ** tokens)
 
 

@@ -1,5 +1,5 @@
-"""Prices per rate and size: the phase that each machine is cheapest for, and the GPUs it
-replaces.
+"""Prices of hardware per rate and size: for which phase each machine is cheapest, and the GPUs that
+a plan replaces.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Fit of the cost model's efficiencies to the chosen rows, and predictions of every
-published row.
+"""The fit of the cost model's efficiencies to chosen rows, and predictions of all published
+rows.
 """
 
 import math

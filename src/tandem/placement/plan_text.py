@@ -107,8 +107,9 @@ def _has_shared(layer: ShapeLayer, shape: ModelShape) -> bool:
 
 
 def _group_layers(shape: ModelShape) -> Iterator[tuple[int, int, ShapeLayer]]:
-    """Yield runs of equal layers as (first, last, layer); a repeating pattern is one run of its
-    first layer.
+    """Yield runs of equal layers as (first, last, layer).
+
+    A repeating pattern of layers is one run, with its first layer.
     """
     start = 0
     for index, layer in enumerate(shape.layers):

@@ -109,7 +109,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     window_bytes: int
     """Bytes of a user's KV in layers with a sliding window; 0 if no layer has one."""
     window_saved_bytes: int
-    """Bytes that a user's KV in those layers would take in addition without windows."""
+    """Bytes that a user's KV in sliding-window layers would take in addition without windows."""
     prefill_rate: float
     """Tokens per second of one prompt."""
     decode_rate: float

@@ -73,7 +73,8 @@ class Assignment(msgspec.Struct, frozen=True):
     rule: int | None = None
     """Index of the rule that matched first; None if none did."""
     skipped_by: int | None = None
-    """Index of the rule with ``recursive: false`` on a parent module that skipped this one."""
+    """Index of the rule that skipped this module: one with ``recursive: false`` on a parent; None:
+    none did."""
 
 
 class RuleTable(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
-"""The application: routes, middleware and what they share.
+"""The HTTP application: its routes, its middleware and the context that they share.
 
-Order of the gates, outermost first: access log (ids), CORS (answers preflights, which carry no
-key), admission (counts, drains), host, key, then the route. Probes pass all of them. No request is
-handled in two places, and every answer that is an error leaves through ``_answer_error``.
+Middleware from the outermost on: access log (ids), CORS (answers preflights, which carry no key),
+admission (counts and drains), host check, key check; then the route. Probes pass all of them. Every
+error leaves through ``_answer_error``.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ _logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 200
 _CORS_MAX_AGE_S = 600
-"""Seconds for which a browser may remember what was allowed."""
+"""Seconds for which a browser may cache the answer to a preflight."""
 
 
 def build_app(
@@ -86,20 +86,20 @@ def build_app(
     """Build the HTTP application over one engine.
 
     Args:
-        config: checked here.
-        engine: borrowed; may still be loading.
-        tokenizer: of the model that the engine runs.
-        model: what the user named, a folder or a hub id; see ``names.find_names``.
-        folder: where its files are.
+        config: settings, which are checked here.
+        engine: engine client; not owned. It may still be loading.
+        tokenizer: tokenizer of the engine's model.
+        model: the user's name for it, a folder or a hub id; see ``names.find_names``.
+        folder: folder of the model's files; None: there is none.
         defaults: sampling defaults of the checkpoint (``sampling.load_sampling_defaults``).
-        adapter_folder: from which adapters may be loaded while serving; None: nowhere.
-        read_store: tells how the server's own store fares; None: there is none.
-        lifecycle: shared with applications of other models; None: of this one alone.
+        adapter_folder: folder from which adapters may be loaded while serving; None: none may.
+        read_store: returns the state of the server's own store; None: there is none.
+        lifecycle: lifecycle that is shared with other models' applications; None: a new one.
 
     Returns: the application; ``state.context`` is its ``ServerContext``.
 
     Raises:
-        ConfigError: settings that contradict, or would let strangers in.
+        ConfigError: the settings contradict each other, or would give access without a key.
     """
     keys = load_api_keys(config)
     terms = load_terms(config)
@@ -248,12 +248,14 @@ def _answer_error(request: Request, error: TandemError) -> Response:
 
 
 def _find_form_of_errors(request: Request) -> WriteError:
-    """Return how the API of a request writes its errors; OpenAI's form until it has said."""
+    """Return the function that encodes errors for the request's API; by default OpenAI's."""
     return getattr(request.state, "write_error", encode_error)
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Give the router's own refusals (no such path, wrong method) the common shape."""
+    """Return the router's own refusals (no such path, wrong method) in the common form of
+    errors.
+    """
     assert isinstance(error, HTTPException)
     if error.status_code == 405 and request.method == "OPTIONS":
         return Response(status_code=204, headers=error.headers)

@@ -1,6 +1,7 @@
-"""The client of a request: clients share the server's work by this name.
+"""The client of a request: the name by which clients get shares of the server's work.
 
-An API key is a client, and without keys an address is. Behind a proxy without keys, all are one.
+It is the API key or, on a server without keys, the address. Behind a proxy without keys, all
+requests are of one client.
 """
 
 from contextvars import ContextVar
@@ -8,7 +9,7 @@ from contextvars import ContextVar
 __all__ = ["BATCHES", "current_client"]
 
 BATCHES = "batches"
-"""The client that all requests of batches are from."""
+"""Name of the client of all requests of batches."""
 
 current_client: ContextVar[str] = ContextVar("client", default="")
-"""Set while a request is handled: a digest of its key, else its address."""
+"""Client of the request being handled in this context: a digest of its key, or its address."""

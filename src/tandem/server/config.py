@@ -1,7 +1,7 @@
-"""Settings of the API server, and the one rule about access from other hosts.
+"""Settings of the API server, and the check that other hosts get access only by intent.
 
-Owns no state and opens no socket; ``check_exposure`` and ``load_api_keys`` read what the settings
-name. Every field is described here and nowhere else: flags and documentation are generated.
+Owns no state and opens no socket; ``check_exposure`` and ``load_api_keys`` read files that the
+settings name. Flags and documentation are generated from the fields' descriptions.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ __all__ = [
 
 
 ACCESS_LOGGER = "tandem.server.access"
-"""Logger of the access log alone; the entry point sets its level."""
+"""Name of the logger of the access log; the entry point sets its level."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,7 +207,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether binding ``host`` is reachable from this machine alone."""
+    """Return True if an address for ``host`` can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -217,10 +217,10 @@ def is_loopback(host: str) -> bool:
 
 
 def load_api_keys(config: ServerConfig) -> tuple[str, ...]:
-    """Return all keys that the settings name, without duplicates.
+    """Return all API keys that the settings name, without duplicates.
 
     Raises:
-        ConfigError: the file cannot be read, a key is empty or not printable ASCII.
+        ConfigError: the file cannot be read, or a key is empty or not printable ASCII.
     """
     keys = list(config.api_key)
     if config.api_key_file is not None:
@@ -257,10 +257,10 @@ def _read_key_lines(path: str) -> list[str]:
 
 
 def load_terms(config: ServerConfig) -> TermsTable:
-    """Return the terms of requests that the settings and the file of keys name.
+    """Return the terms of service (objectives, priority, share) in the settings and the key file.
 
     Raises:
-        ConfigError: the file cannot be read, or terms are not what they must be.
+        ConfigError: the file cannot be read, or terms are invalid.
     """
     by_client: dict[str, ServiceTerms] = {}
     if config.api_key_file is not None:
@@ -273,10 +273,11 @@ def load_terms(config: ServerConfig) -> TermsTable:
 
 
 def check_exposure(config: ServerConfig, keys: tuple[str, ...]) -> None:
-    """Refuse settings that would let strangers in by accident.
+    """Check that the settings do not give other hosts access by accident.
 
     Raises:
-        ConfigError: beyond loopback without a key or an explicit flag; half of a TLS pair.
+        ConfigError: an address beyond loopback without a key or an explicit flag; only half of a
+            TLS pair.
     """
     if (config.ssl_certfile is None) != (config.ssl_keyfile is None):
         missing = "ssl_certfile" if config.ssl_certfile is None else "ssl_keyfile"

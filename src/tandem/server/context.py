@@ -1,7 +1,7 @@
-"""The part that the handlers share, and their common steps.
+"""The objects that all handlers share, and the steps that they have in common.
 
-A ``ServerContext`` is made once by ``app.build_app`` and lives as long as the application. Handlers
-get it as their first argument; of HTTP it knows the caller's key alone.
+``app.build_app`` makes one ``ServerContext``, which lives as long as the application. Handlers get
+it as their first argument.
 """
 
 import asyncio
@@ -74,20 +74,21 @@ _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 MIN_TTFT_S = 0.001
 _STATS_TIMEOUT_S = 2.0
-"""A scrape must not wait for a stuck instance; Prometheus itself gives up after ten seconds."""
+"""Seconds to wait for an instance's statistics; Prometheus gives up a scrape after ten seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """Settings of turning tokens into text, for all choices of a request."""
+    """Options of the conversion of tokens to text, for all choices of a request."""
 
     stops: StopStrings | None = None
     keep_stop: bool = False
     skip_special_tokens: bool = True
     make_parser: Callable[[], OutputParser] | None = None
-    """Makes the parser of a choice; None if nobody asks for the parts of the text."""
+    """Makes the parser that splits a choice's text into parts; None if the text is not split."""
     shown_ids: frozenset[int] = frozenset()
-    """Special tokens that are text all the same: the marks that the parser looks for."""
+    """Special tokens that are converted to text, because they are marks that the parser looks
+    for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,9 @@ class ServedModel:
     """The model that a client asked for."""
 
     name: str
-    """The one to report."""
+    """Name of the model or adapter to report in answers."""
     adapter: AdapterInfo | None = None
-    """None is the model alone."""
+    """LoRA adapter; None: the model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class ChoicePlan:
     sampling: SamplingParams
     text: TextOptions
     message_end: int = 0
-    """See ``AddRequest``."""
+    """Number of prompt tokens up to the end of its last message; see ``AddRequest.message_end``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +118,14 @@ class RequestOptions:
 
     name: str
     model: ServedModel
-    """The model that was asked for, or a LoRA adapter of it."""
+    """The model, or LoRA adapter of it, that was asked for."""
     priority: int = 0
     cache_salt: str = ""
     timeout_s: float | None = None
     pin_len: int = 0
-    """Leading tokens of the prompt that the client asks to be cached."""
+    """Number of leading prompt tokens that the client asks to be kept in the cache."""
     pin_s: float = 0.0
-    """For how long."""
+    """Seconds for which it asks that."""
 
 
 def _unix_s() -> int:
@@ -133,19 +134,19 @@ def _unix_s() -> int:
 
 @dataclass
 class ServerContext:
-    """Everything a handler needs.
+    """The objects and settings that handlers need.
 
     Attributes:
-        models: what clients may ask for.
-        has_keys: whether clients need an API key.
-        terms: objectives, priorities and shares.
-        has_admin_keys: whether there are keys of an admin.
-        adapter_folder: from which adapters may be loaded while serving; None: nowhere.
-        read_store: tells how the server's own store fares; None: there is none.
-        pooling: of embeddings, unless a request says otherwise.
-        wake: loads the model before what is sent is read, if it never was; None: it always is.
-        hub: of the models of this address; None: there is this one alone.
-        batches: works on batches while the application runs; None: they are switched off.
+        models: names under which clients may ask for the model.
+        has_keys: True if clients need an API key.
+        terms: latency objectives, priorities and shares of clients.
+        has_admin_keys: True if there are admin keys.
+        adapter_folder: folder from which adapters may be loaded while serving; None: none may.
+        read_store: returns the state of the server's own store; None: there is none.
+        pooling: default kind of embeddings.
+        wake: loads the model if it never was, before a request is read; None: it always is loaded.
+        hub: the models of this address; None: there is only this one.
+        batches: worker of batches while the application runs; None: batches are off.
     """
 
     config: ServerConfig
@@ -173,7 +174,7 @@ class ServerContext:
     traffic: TrafficLog = field(default_factory=TrafficLog)
     kept_responses: KeptResponses = field(init=False)
     background_jobs: dict[str, asyncio.Task[None]] = field(init=False, default_factory=dict)
-    """Responses whose clients do not wait, by their ids."""
+    """Tasks of responses whose clients do not wait, by the responses' ids."""
 
     def __post_init__(self) -> None:
         self.grammars = GrammarChecks(self.encoder.tokenizer)
@@ -186,7 +187,7 @@ class ServerContext:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block; 1 while no instance has told it."""
+        """Number of tokens of a KV block; 1 until an instance has reported it."""
         info = self.engine.info
         return 1 if info is None else info.block_size
 
@@ -198,10 +199,10 @@ class ServerContext:
         return [model.app.state.context for model in self.hub.models.values()]
 
     def find_model(self, name: str | None) -> ServedModel:
-        """Resolve a name; None asks for the served model.
+        """Return the model with this name; for None, the served model.
 
         Raises:
-            NotFoundError: another model was asked for.
+            NotFoundError: there is no model of that name.
         """
         found = self.models.find(name if name is not None else "")
         if found is None:
@@ -218,7 +219,7 @@ class ServerContext:
         return ServedModel(found)
 
     def ready_info(self) -> InstanceInfo:
-        """Return what runs, or ran last: a request waits for an instance that is replaced.
+        """Return the facts of the running instance, or of the last one while it is being replaced.
 
         Raises:
             PeerLostError: the model is loading for the first time, or cannot be served.
@@ -233,13 +234,15 @@ class ServerContext:
         return info
 
     def find_fingerprint(self, model: ServedModel) -> str:
-        """Return the ``system_fingerprint`` of answers of a model, once there is one."""
+        """Return the ``system_fingerprint`` of a model's answers; None before an instance has
+        served.
+        """
         if model.adapter is not None:
             return model.adapter.system_fingerprint
         return self.ready_info().system_fingerprint
 
     async def read_stats(self) -> InstanceStats | None:
-        """Return the instance's counters, None while it is down or does not answer."""
+        """Return the instances' statistics; None while they are down or do not answer."""
         try:
             async with asyncio.timeout(_STATS_TIMEOUT_S):
                 return await self.engine.stats()
@@ -247,7 +250,7 @@ class ServerContext:
             return None
 
     def note_arrival(self, http: Request) -> Origin:
-        """Return the caller's key digest and the time of arrival."""
+        """Return the origin of a request: digest of its key, time of arrival, headers."""
         return Origin(
             arrived_s=self.clock.now_s(),
             arrived_at=datetime.now(UTC).timestamp(),
@@ -259,11 +262,11 @@ class ServerContext:
         )
 
     def find_owner(self, http: Request) -> bytes:
-        """Return the digest of the caller's key; empty where none is asked for."""
+        """Return the digest of the caller's key; empty if the server needs no keys."""
         return identify_owner(http.scope["headers"]) if self.has_keys else b""
 
     async def read_body(self, http: Request) -> bytes:
-        """Read the body of a request within the bounds of its size and time.
+        """Read the body of a request, within the limits of its size and time.
 
         Raises:
             HttpError: 413 or 408; see ``connection.read_body``.
@@ -278,17 +281,17 @@ class ServerContext:
         decoder: msgspec.json.Decoder[_T],
         refused: Mapping[str, str] | Callable[[bytes], None] | None = None,
     ) -> _T:
-        """Read and decode a body; a large one on the threads.
+        """Read and decode a body; a large one is decoded on the threads.
 
         Args:
-            http: whose body has not been read.
-            decoder: of the struct that is returned.
-            refused: fields that are not supported, each with the reason, or what refuses them.
+            http: request whose body has not been read.
+            decoder: decoder of the struct that is returned.
+            refused: unsupported fields with reasons, or a function that refuses them.
 
         Raises:
             HttpError: the body is too long or too late.
-            ConfigError: it is not what the decoder takes.
-            UnsupportedError: it asks for a field of ``refused``.
+            ConfigError: the body is not valid for the decoder.
+            UnsupportedError: it has a field of ``refused``.
         """
         body = await self.read_body(http)
 
@@ -312,48 +315,49 @@ class ServerContext:
         work: Callable[[*_Ts], _T],
         *args: *_Ts,
     ) -> _T:
-        """Run what a request needs before it is generated, on the threads, in its client's turn.
+        """Run blocking work that a request needs before generation on the threads, in its client's
+        turn.
 
         Args:
-            http: whose body has been read.
-            origin: when it came.
-            timeout_s: that it asks for; None: the server's limit alone.
-            work: blocks, in time that depends on the size of the body.
-            args: of ``work``.
+            http: request whose body has been read.
+            origin: origin of the request.
+            timeout_s: time limit that the request asks for; None: the server's limit only.
+            work: function whose time depends on the size of the body.
+            args: arguments of ``work``.
 
         Raises:
-            DeadlineError: it was not over in time.
+            DeadlineError: it was not finished in time.
             ClientGoneError: the client left.
-            TandemError: what ``work`` raises.
+            TandemError: errors of ``work``.
         """
         async with limit_time(self.find_time_left(origin, timeout_s)):
             running = self.encoder.threads.run(work, http.state.body_bytes, *args)
             return await run_while_connected(http.receive, running)
 
     async def shape(self, size_bytes: int, work: Callable[[], _T]) -> _T:
-        """Run what gives an answer its form: here, or on the threads if it is long.
+        """Run a function that makes an answer; on the threads if the answer is long, else here.
 
         Args:
-            size_bytes: of what it makes, about.
-            work: uses nothing that another task changes.
+            size_bytes: estimated size of the answer.
+            work: function that uses nothing that another task changes.
         """
         if size_bytes <= SMALL_COST:
             return work()
         return await self.encoder.threads.run(work, size_bytes)
 
     def find_time_left(self, origin: Origin, timeout_s: float | None) -> float:
-        """Return the seconds that a request may still take, by its own limit and the server's."""
+        """Return the seconds that a request may still take, by its own and the server's limit."""
         limit_s = self.config.request_timeout_s
         if timeout_s is not None:
             limit_s = min(limit_s, timeout_s)
         return max(limit_s - (self.clock.now_s() - origin.arrived_s), 0.0)
 
     def now_unix_s(self) -> int:
-        """Return the wall clock, for ``created`` fields."""
+        """Return the wall-clock time in Unix seconds, for ``created`` fields."""
         return _unix_s()
 
     def check_choices(self, num_choices: int) -> None:
-        """Refuse a request that asks for more generations than one may; before any work.
+        """Check, before any work, that a request does not ask for too many generations.
 
         Raises:
             ConfigError: more than ``max_choices``.
@@ -373,13 +377,13 @@ class ServerContext:
         origin: Origin,
         receive: Receive,
     ) -> GenerationGroup:
-        """Submit all choices of a request; the caller owns, and closes, what comes back.
+        """Submit all choices of a request; the caller owns the returned group and closes it.
 
         Raises:
             ConfigError: refused by the engine.
             CapacityError: the queue is full; nothing is left queued.
             PeerLostError: the instance is down, and did not come back in time.
-            DeadlineError: its time is over before an instance took it.
+            DeadlineError: no instance accepted it in time.
             ClientGoneError: the client left; nothing is left queued.
         """
         limit_s = self.find_time_left(origin, options.timeout_s)
@@ -428,7 +432,7 @@ class ServerContext:
         return self.terms.find(options.model.name, client, origin.headers.get)
 
     def _shorten(self, terms: ServiceTerms, origin: Origin) -> ServiceTerms:
-        """Take from the time to first token what has passed since the arrival."""
+        """Subtract the time since arrival from the objective for the time to first token."""
         ttft_s = terms.slo.ttft_s
         if ttft_s is None:
             return terms

@@ -1,7 +1,7 @@
-"""The face of an engine as the server sees it.
+"""The interface of an engine that the server uses.
 
-``tandem.engine.cluster.client`` implements it over the control channel, the tests in memory.
-Nothing here runs; the promises are what handlers may rely on.
+``tandem.engine.cluster.client`` implements it over the control channel, the tests in memory. The
+docstrings are the promises that handlers may rely on.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -26,12 +26,11 @@ __all__ = ["EngineClient", "RequestStream"]
 
 
 class RequestStream(Protocol):
-    """Outputs of one request, in order; used by one task.
+    """The outputs of one request, in order; used by one task.
 
-    Iteration ends after the output whose ``finish_reason`` is set. If the instance dies and nobody
-    can go on with the request, that output has ``FinishReason.ERROR`` and ``error_code``
-    "peer_lost". After ``cancel`` iteration
-    ends soon, with or without a last output.
+    The last output has a ``finish_reason``. If the instance dies and no other can continue the
+    request, that is ``FinishReason.ERROR`` with ``error_code`` "peer_lost". After ``cancel`` the
+    iteration ends soon, with or without a last output.
     """
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
@@ -39,42 +38,40 @@ class RequestStream(Protocol):
         ...
 
     async def cancel(self) -> None:
-        """Free what the request holds in the engine; idempotent, and harmless after the end."""
+        """Cancel the request and free its resources. Idempotent; no effect after the end."""
         ...
 
 
 class EngineClient(Protocol):
-    """One instance, or a cluster of several."""
+    """An engine: one instance, or a cluster of several."""
 
     @property
     def info(self) -> InstanceInfo | None:
-        """The facts of the running instance; None until ready, and while no instance serves."""
+        """Facts of the running instance; None before it is ready and while none serves."""
         ...
 
     @property
     def last_info(self) -> InstanceInfo | None:
-        """The facts of the running instance, or of the last one while none serves; None until ready
-        for the first time.
+        """Facts of the running instance or, while none serves, of the last one; None before the
+        first.
 
-        Requests that come while instances are replaced are checked against it, and wait.
+        Requests that arrive while instances are replaced are checked against it, and wait.
         """
         ...
 
     @property
     def stage(self) -> StageChanged:
-        """The latest stage."""
+        """The present stage."""
         ...
 
     @property
     def instances(self) -> list[InstanceStatus]:
-        """Every instance and its state."""
+        """All instances with their states."""
         ...
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """The number of times that requests went on elsewhere after a failure since start, by
-        reason.
-        """
+        """Number of times since the start that requests moved to another instance, by reason."""
         ...
 
     @property
@@ -83,24 +80,24 @@ class EngineClient(Protocol):
         ...
 
     async def submit(self, request: AddRequest) -> RequestStream:
-        """Queue a request.
+        """Queue a request; return the stream of its outputs.
 
         Raises:
             CapacityError: the queue is full.
-            ConfigError: a field is out of what this instance can do; ``field`` names it.
+            ConfigError: this instance cannot serve a field's value; ``field`` names it.
             PeerLostError: the instance is down, and did not come back in time.
         """
         ...
 
     async def stats(self) -> InstanceStats:
-        """Return counters and gauges; raises PeerLostError while the instance is down."""
+        """Return statistics summed over the instances. Raises PeerLostError while they are down."""
         ...
 
     async def list_timelines(self, request_ids: list[str]) -> list[InstanceTimeline]:
-        """Return what the instances know of requests, by the ids that ``submit`` was given.
+        """Return the instances' timelines of requests, by the ids that ``submit`` was given.
 
-        Several entries for a request that ran on several instances, in the order of their work;
-        none for one that is forgotten. Raises PeerLostError while no instance can be asked.
+        A request that ran on several instances has several, in the order of its course; a forgotten
+        one has none. Raises PeerLostError while no instance answers.
         """
         ...
 
@@ -110,51 +107,57 @@ class EngineClient(Protocol):
         ...
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
-        """Load an adapter on every instance, from the folder that is set for that.
+        """Load an adapter on every instance, from the configured folder.
 
         Raises:
             ConflictError: the name is taken.
-            ConfigError: a setting of it is out of bounds, or it leads out of the folder.
-            NotFoundError: there is none.
-            CorruptionError: it is damaged, or does not fit the model's shapes.
-            UnsupportedError: it is not plain LoRA of modules that may be adapted.
-            CapacityError: too many are loaded.
+            ConfigError: a setting of the adapter is out of bounds, or its path leads out of the
+                folder.
+            NotFoundError: there is no such adapter.
+            CorruptionError: its file is damaged, or does not fit the model's shapes.
+            UnsupportedError: it is not plain LoRA of modules that can be adapted.
+            CapacityError: too many adapters are loaded.
             PeerLostError: no instance serves.
         """
         ...
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
-        """Take no further requests for an adapter; raises NotFoundError."""
+        """Refuse further requests for an adapter. Raises NotFoundError."""
         ...
 
     async def set_role(self, name: str, role: InstanceRole) -> None:
-        """Change what an instance is for; raises NotFoundError, UnsupportedError."""
+        """Change the role of an instance. Raises NotFoundError, UnsupportedError."""
         ...
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
-        """Send an instance no new requests, or some again; raises NotFoundError."""
+        """Stop or resume sending new requests to an instance. Raises NotFoundError."""
         ...
 
     async def restart(self, name: str, *, patience_s: float) -> None:
-        """Replace the process of an instance when its requests have ended; raises NotFoundError."""
+        """Replace the process of an instance after its requests have ended. Raises NotFoundError.
+
+        ``patience_s``: seconds after which they continue on other instances.
+        """
         ...
 
     async def restart_all(self, *, patience_s: float) -> None:
-        """Restart one instance after the other."""
+        """Restart all instances, one after the other."""
         ...
 
     async def add_instance(self, role: InstanceRole) -> str:
-        """Start one more instance, and return its name; raises UnsupportedError, PeerLostError."""
+        """Start one more instance and return its name. Raises UnsupportedError, PeerLostError."""
         ...
 
     async def remove_instance(self, name: str, *, patience_s: float) -> None:
-        """End an instance for good; raises NotFoundError, ConflictError (it is the last one)."""
+        """End an instance permanently. Raises NotFoundError, ConflictError (it is the last one)."""
         ...
 
     async def read_expert_counts(self) -> ExpertCounts:
-        """Return how often each expert was chosen; raises PeerLostError while it is down."""
+        """Return how often each expert was chosen. Raises PeerLostError while the instance is
+        down.
+        """
         ...
 
     async def flush_cache(self) -> int:
-        """Forget cached prefixes; returns the blocks freed."""
+        """Drop all cached prefixes; return the number of blocks freed."""
         ...

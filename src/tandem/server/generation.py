@@ -1,8 +1,8 @@
-"""Running generations: engine outputs to text, stop strings found, everything freed at the end.
+"""Generations while they run: engine outputs become text, and stop strings end it.
 
-A ``Generation`` is one choice; a ``GenerationGroup`` is all choices of one HTTP request and owns
-them: the owner of the group closes it, on every path, which cancels running choices. All on
-the event loop, no locks.
+A ``Generation`` is one choice. A ``GenerationGroup`` owns all choices of one HTTP request; its
+owner closes it on every path, which cancels choices that still run. All on the event loop, without
+locks.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 _DEADLINE_GRACE_S = 0.1
-"""The engine ends a request at its deadline, between two steps; where a step takes longer, the
-server ends it this much later."""
+"""Seconds after a request's deadline at which the server ends it. Normally the engine ends it at
+the deadline, between two steps; this is for long steps."""
 
 _FINISH = {
     FinishReason.STOP: "stop",
@@ -46,9 +46,9 @@ _FINISH = {
 
 
 class Piece(NamedTuple):
-    """New output of a generation; the last has a ``finish_reason``.
+    """New output of a generation. The last piece has a ``finish_reason``.
 
-    The generation itself may be further by the time a piece is sent.
+    The generation may have progressed further when the piece is sent.
     """
 
     text: str
@@ -56,13 +56,14 @@ class Piece(NamedTuple):
     logprobs: Sequence[TokenLogprob]
     finish_reason: str | None
     num_tokens: int
-    """Number of tokens of the generation, up to this piece."""
+    """Number of tokens of the generation up to and including this piece."""
     deltas: Sequence[Delta]
-    """The parts that the text has made certain; without a parser all is answer."""
+    """Parts of the text (answer, reasoning, tool calls) that are now certain; without a parser, all
+    text is answer."""
 
     @property
     def size_bytes(self) -> int:
-        """About what it takes in an answer."""
+        """Estimated bytes of the piece in an answer."""
         ids = _TOKEN_BYTES * len(self.token_ids)
         return len(self.text) + ids + _measure_logprobs(self.logprobs)
 
@@ -72,27 +73,27 @@ _TOKEN_BYTES, _LOGPROB_BYTES = 8, 64
 
 
 def _measure_logprobs(entries: Sequence[TokenLogprob]) -> int:
-    """Return about how many bytes of an answer log-probabilities are, likeliest tokens included."""
+    """Return the estimated bytes of log-probabilities in an answer, likeliest tokens included."""
     if not entries:
         return 0
     return _LOGPROB_BYTES * len(entries) * (1 + len(entries[-1].top))
 
 
 def measure_prompt_logprobs(packed: PromptLogprobs | None) -> int:
-    """Return the same of a prompt's."""
+    """Return the estimated bytes of a prompt's log-probabilities in an answer."""
     return 0 if packed is None else _LOGPROB_BYTES * packed.num_tokens * (1 + packed.num_top)
 
 
 class Generation:
-    """One choice: its stream, its text so far and its counts.
+    """One choice of a request: its stream of outputs, its text so far and its counts.
 
     Args:
-        index: position among the choices of the request.
-        request: as it was submitted.
-        detokenizer: owned, fresh.
-        matcher: owned, fresh; None if there is no stop string.
-        parser: owned, fresh; None if nobody asks for the parts of the text.
-        keep_stop_token: whether the text of the stop token belongs to the answer.
+        index: index among the choices of the request.
+        request: request to submit.
+        detokenizer: new detokenizer; owned.
+        matcher: new matcher of stop strings; owned. None if there are none.
+        parser: new parser of the text's parts; owned. None if the text is not split.
+        keep_stop_token: True if the text of the stop token belongs to the answer.
     """
 
     def __init__(
@@ -111,15 +112,16 @@ class Generation:
         self.prompt_len = len(request.prompt_ids)
         self.cached_len = 0
         self.num_tokens = 0
-        """Tokens the engine generated, the stop token included."""
+        """Number of tokens that the engine generated, the stop token included."""
         self.prompt_logprobs: PromptLogprobs | None = None
         self.pooled: bytes | None = None
-        """The vector of the prompt, where one is wanted: float32, little-endian."""
+        """Vector of the prompt, if one was asked for: float32, little-endian."""
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        """The stop string or id of the request that ended the text; None for the model's own."""
+        """Stop string or stop id of the request that ended the text; None if the model's own end
+        did."""
         self.stop_token_id: int | None = None
-        """The token that ended the text, be it the request's or the model's own."""
+        """Id of the token that ended the text, the request's or the model's own; None: none did."""
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._parser = parser
@@ -128,19 +130,19 @@ class Generation:
         self._submitting: asyncio.Future[RequestStream] | None = None
         self._stream: RequestStream | None = None
         self._pending_text = ""
-        """Text that the parser has seen and no piece has carried."""
+        """Text that the parser has read and that no piece has carried yet."""
         self._pending: list[TokenLogprob] = []
         self._pending_ids: list[int] = []
         self._is_aborted = False
         self._is_closed = False
         self._is_done = False
-        """True if the engine has said its last word, so that there is nothing to cancel."""
+        """True if the engine has sent the last output, so that there is nothing to cancel."""
         self._error_reason = ""
 
     async def submit(self, engine: EngineClient) -> None:
-        """Queue the request at the engine; raises what ``EngineClient.submit`` raises.
+        """Queue the request at the engine; raises the errors of ``EngineClient.submit``.
 
-        While every instance is down that takes long; an abort ends it, without an error.
+        It may wait long while every instance is down; ``abort`` ends the wait without an error.
         """
         self._submitting = asyncio.ensure_future(engine.submit(self.request))
         try:
@@ -158,12 +160,12 @@ class Generation:
             await self._stream.cancel()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield outputs until the end; a stop string cancels the rest at the engine at once.
+        """Yield pieces of output until the end; a stop string cancels the rest at the engine.
 
         An output whose text is held back yields nothing; its tokens come with the next piece.
 
         Raises:
-            DeadlineError: the request's time is over.
+            DeadlineError: the request's time limit has passed.
             TandemError: the engine failed; the class is that of its error code.
         """
         if self._stream is None:
@@ -256,7 +258,7 @@ class Generation:
         return piece
 
     async def abort(self) -> None:
-        """End the generation from outside; its client gets finish reason "abort"."""
+        """End the generation on demand; its client gets the finish reason "abort"."""
         self._is_aborted = True
         if self._stream is not None:
             await self._stream.cancel()
@@ -264,7 +266,7 @@ class Generation:
             self._submitting.cancel()
 
     async def close(self) -> None:
-        """Free what the engine holds and count the end; idempotent."""
+        """Cancel the request at the engine, if it still runs, and count its end. Idempotent."""
         if self._is_closed or (self._stream is None and not self._is_aborted):
             return
         self._is_closed = True
@@ -280,7 +282,7 @@ class Generation:
 
     @property
     def was_accepted(self) -> bool:
-        """True if the engine took the request."""
+        """True if the engine accepted the request."""
         return self._stream is not None
 
     @property
@@ -298,14 +300,14 @@ def _failure(output: RequestOutput) -> TandemError:
 
 
 class LiveGenerations(Protocol):
-    """The groups that run."""
+    """The groups of generations that are running, by the client's name of the request."""
 
     def add(self, name: str, group: "GenerationGroup") -> None:
-        """Remember a group under the client's name for it."""
+        """Add a group under the client's name for it."""
         ...
 
     def remove(self, name: str, group: "GenerationGroup") -> None:
-        """Forget it."""
+        """Remove a group."""
         ...
 
 
@@ -314,10 +316,10 @@ class GenerationGroup:
 
     Args:
         name: the client's id of the request, or the server's.
-        generations: owned; submitted by ``submit``.
-        time_limit_s: what the engine was given; the server itself gives up a little later.
+        generations: the choices; owned. ``submit`` submits them.
+        time_limit_s: time limit that the engine was given; the server gives up a little later.
         on_closed: called once, when all choices have ended.
-        owner: digest of the key that sent the request; empty where none is asked for.
+        owner: digest of the key that sent the request; empty if the server needs no keys.
     """
 
     def __init__(
@@ -338,7 +340,7 @@ class GenerationGroup:
         self._on_closed = on_closed
 
     async def submit(self, engine: EngineClient) -> None:
-        """Queue all choices, or none: what was queued is cancelled if one is refused."""
+        """Queue all choices or none: if one is refused, the others are cancelled."""
         self._live.add(self.name, self)
         submissions = [generation.submit(engine) for generation in self.generations]
         try:
@@ -354,7 +356,9 @@ class GenerationGroup:
             raise failure
 
     async def pieces(self) -> AsyncGenerator[tuple[Generation, Piece], None]:
-        """Yield the pieces of all choices as they come; raises like ``Generation.pieces``."""
+        """Yield the pieces of all choices as they come; raises the errors of
+        ``Generation.pieces``.
+        """
         if len(self.generations) > 1:
             async for generation, piece in self._merged():
                 yield generation, piece
@@ -385,13 +389,13 @@ class GenerationGroup:
             num_running -= piece.finish_reason is not None
 
     async def abort(self) -> None:
-        """End all choices from outside."""
+        """End all choices that still run; the client gets the finish reason "abort"."""
         for generation in self.generations:
             if generation.finish_reason is None:
                 await generation.abort()
 
     async def close(self) -> None:
-        """Cancel what still runs and forget the group; idempotent, on every path."""
+        """Cancel choices that still run, and remove the group from the running ones. Idempotent."""
         self._live.remove(self.name, self)
         for task in self._pumps:
             task.cancel()

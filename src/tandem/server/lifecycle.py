@@ -1,7 +1,8 @@
-"""Requests in flight: admission, draining, and running generations.
+"""HTTP requests in progress: admission, draining, and running generations.
 
-Everything lives on the event loop. The gate is the outermost part of the application: it counts
-each HTTP request, refuses new ones while draining or full, and labels the answer for the metrics.
+Everything runs on the event loop. ``AdmissionGate`` is around the whole application: it counts each
+HTTP request, refuses new ones while the server drains or is full, and labels answers for the
+metrics.
 """
 
 import asyncio
@@ -20,13 +21,14 @@ __all__ = ["OPEN_PATHS", "WATCHED_PATHS", "AdmissionGate", "Lifecycle"]
 _logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/live", "/ready"})
-"""Probes: answered without a key, while draining, and however full the server is."""
+"""Paths of probes, which are answered without a key, while draining, and when the server is
+full."""
 WATCHED_PATHS = OPEN_PATHS | {"/metrics"}
-"""Paths that report the server's state: never refused for it."""
+"""Paths that report the server's state, and so are not refused because of it."""
 
 
 class Lifecycle:
-    """State of the application between start and stop."""
+    """The requests in progress and the state of draining of the application."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
         self.metrics = metrics
@@ -38,32 +40,34 @@ class Lifecycle:
 
     @property
     def num_in_flight(self) -> int:
-        """HTTP requests being handled, probes left out."""
+        """Number of HTTP requests being handled, without probes."""
         return len(self._in_flight)
 
     def has_room(self, client: str, limit: int) -> bool:
-        """Say whether one more request of an address may come; see ``ClientShares``."""
+        """Return True if one more request of this client address may enter; see
+        ``ClientShares``.
+        """
         return self._in_flight.has_room(client, limit)
 
     def enter(self, client: str) -> None:
-        """Count a request of an address in."""
+        """Count one more request of a client address."""
         self._in_flight.add(client)
         self.metrics.num_in_flight = len(self._in_flight)
         self._idle.clear()
 
     def leave(self, client: str) -> None:
-        """Count a request out."""
+        """Count one request of a client address less."""
         self._in_flight.remove(client)
         self.metrics.num_in_flight = len(self._in_flight)
         if not self._in_flight:
             self._idle.set()
 
     def add(self, name: str, group: GenerationGroup) -> None:
-        """Remember a group under the client's name for it; names need not be unique."""
+        """Record a running group under the client's name for it; names need not be unique."""
         self._groups.setdefault(name, set()).add(group)
 
     def remove(self, name: str, group: GenerationGroup) -> None:
-        """Forget a group; unknown ones are ignored."""
+        """Remove a group; unknown ones are ignored."""
         groups = self._groups.get(name)
         if groups is not None:
             groups.discard(group)
@@ -71,11 +75,11 @@ class Lifecycle:
                 del self._groups[name]
 
     async def abort(self, name: str | None, owner: bytes | None = None) -> int:
-        """End the groups of a name, or all; returns how many.
+        """End the groups with a name, or all groups; return their number.
 
         Args:
-            name: None: of every name.
-            owner: of the groups, as in ``Origin``; None: whoever it is.
+            name: the client's name of the request; None: any.
+            owner: only groups of this owner, as in ``Origin``; None: any owner.
         """
         names = list(self._groups) if name is None else [name]
         groups = [
@@ -89,7 +93,7 @@ class Lifecycle:
         return len(groups)
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait for the running ones; cancel those left at the time-out."""
+        """Refuse new requests and wait for running ones; cancel those left after ``timeout_s``."""
         self.is_draining = True
         _logger.info("event=draining in_flight=%d timeout_s=%g", self.num_in_flight, timeout_s)
         try:
@@ -100,7 +104,7 @@ class Lifecycle:
 
 
 class AdmissionGate:
-    """ASGI middleware around the whole application."""
+    """ASGI middleware around the whole application that counts, admits and refuses requests."""
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle, max_in_flight: int) -> None:
         self._app = app
@@ -108,7 +112,7 @@ class AdmissionGate:
         self._max_in_flight = max_in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count, admit or refuse, and label one request."""
+        """Count one request, admit or refuse it, and label its answer for the metrics."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -152,6 +156,6 @@ class AdmissionGate:
 
 
 def _route_of(scope: Scope) -> str:
-    """Return the pattern that matched; anything else is one label, as paths are endless."""
+    """Return the pattern of the route that matched; one common label for all unknown paths."""
     route = scope.get("route")
     return getattr(route, "path", "other")

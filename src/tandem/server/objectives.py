@@ -1,7 +1,7 @@
-"""The terms on which requests are served: objectives, priority and share.
+"""The terms on which requests are served: latency objectives, priority and share.
 
-Objectives are found field by field, in this order: the request's headers, the key's line in the key
-file, the model's entry of ``server.slo``, the entry without a model. Pure.
+Each objective is taken from the first of these that has it: the request's headers, the key's line
+in the key file, the model's entry of ``server.slo``, the entry without a model. Pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +24,15 @@ class ServiceTerms(NamedTuple):
 
     slo: Slo = NO_SLO
     priority: int = 0
-    """Added to that of each request; lower is served first."""
+    """Number added to the priority of each request; a lower sum is served first."""
     weight: float = 1.0
-    """The weight of its share of what is scarce, beside others'."""
+    """Weight of its share, relative to other clients'."""
 
 
 def parse_terms(words: Sequence[str], field: str) -> ServiceTerms:
     """Read terms of the form NAME=VALUE: ttft_ms, tpot_ms, priority, weight.
 
-    Raises: ConfigError (another form; names the field).
+    Raises: ConfigError (another form; names ``field``).
     """
     values: dict[str, float] = {}
     for word in words:
@@ -74,13 +74,14 @@ def _make_slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo:
 
 
 class TermsTable:
-    """The terms of one server.
+    """The terms of one server, by model and by client.
 
     Args:
-        entries: of ``server.slo``, each ``ttft_ms=T,tpot_ms=T``, with ``model=NAME`` for one model.
-        by_client: of clients, by the name that requests carry.
+        entries: entries of ``server.slo``, each ``ttft_ms=T,tpot_ms=T``, with ``model=NAME`` for
+            one model.
+        by_client: terms of clients, by the name that requests carry.
 
-    Raises: ConfigError (an entry of another form).
+    Raises: ConfigError (an entry has another form).
     """
 
     def __init__(
@@ -105,11 +106,11 @@ class TermsTable:
         """Return the terms of a request.
 
         Args:
-            model: the name that was asked for.
-            client: who sends it.
-            get_header: returns a header of the request.
+            model: name of the model that was asked for.
+            client: name of the sender.
+            get_header: returns a header of the request, or None.
 
-        Raises: ConfigError (a header is no number).
+        Raises: ConfigError (an objective in a header is not a number).
         """
         own = self._by_client.get(client, ServiceTerms())
         asked = _make_slo(
@@ -125,10 +126,10 @@ class TermsTable:
 
 
 def _group_words(entries: Sequence[str]) -> list[list[str]]:
-    """Return the words of each entry.
+    """Group the words of ``server.slo`` into entries.
 
-    A flag and the environment split a list at its commas, so that each word is an entry: words that
-    stand alone belong together, up to the next ``model=``.
+    A flag or environment variable splits a list at its commas, so each word arrives as an entry of
+    its own: single words belong together up to the next ``model=``.
     """
     groups: list[list[str]] = []
     was_alone = False

@@ -1,8 +1,8 @@
 """Serving the application until a signal drains it.
 
-uvicorn owns the sockets; this module owns what happens at SIGTERM and SIGINT: the port stays open
+uvicorn owns the sockets. This module owns the reaction to SIGTERM and SIGINT: the port stays open
 and answers 503, running requests finish, then everything closes and ``run_server`` returns. A
-second signal does not wait.
+second signal ends the wait.
 """
 
 import asyncio
@@ -27,36 +27,38 @@ __all__ = ["RunningServer", "open_listener", "run_server"]
 _logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 2
-"""For connections to take their last bytes once nothing runs any more."""
+"""Seconds for connections to send their last bytes after all requests have ended."""
 _IDLE_CONNECTION_S = 75
-"""The same as long as common proxies keep theirs; shorter makes their next request race the
-close."""
+"""Seconds after which an idle connection is closed. It is longer than common proxies', so that a
+proxy's next request does not meet a connection that is just closing."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would exit by the signal instead of by 0."""
+    """uvicorn's server without its signal handlers, which would exit by the signal instead of
+    by 0.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Install no signal handlers."""
         yield
 
 
 class RunningServer:
-    """A server that listens; the handle given to ``on_started``. On its event loop alone."""
+    """A server that listens; passed to ``on_started``. To be used on its event loop only."""
 
     def __init__(self, server: uvicorn.Server, context: ServerContext, url: str, port: int) -> None:
         self.url = url
         self.port = port
         self.is_interrupted = False
-        """True if Ctrl-C, and no other signal, began its end."""
+        """True if Ctrl-C, and not another signal, began its end."""
         self._server = server
         self._context = context
         self._drain: asyncio.Task[None] | None = None
         self._abort: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Begin to drain; called again, stop waiting for what still runs."""
+        """Begin to drain; a second call ends the wait for running requests."""
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
             return
@@ -66,7 +68,7 @@ class RunningServer:
             self._abort = asyncio.get_running_loop().create_task(self._abort_and_exit())
 
     def interrupt(self) -> None:
-        """Do as ``stop``, noting that it was Ctrl-C."""
+        """Call ``stop``, and record that Ctrl-C was the cause."""
         self.is_interrupted = self.is_interrupted or self._drain is None
         self.stop()
 
@@ -85,15 +87,16 @@ async def run_server(
     on_started: Callable[[RunningServer], None] | None = None,
     listener: socket.socket | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until ``RunningServer.stop``; returns when drained.
+    """Serve until SIGTERM, SIGINT or ``RunningServer.stop``; return when drained.
 
-    Cancelled, it closes the port and shuts the application down without waiting for requests.
+    If it is cancelled, it closes the port and shuts down the application without waiting for
+    requests.
 
     Args:
-        config: of ``build_app``.
-        app: from ``build_app``.
-        on_started: called on the loop once the port is open, with the address.
-        listener: from ``open_listener`` with the same ``config``, closed here; None: opened here.
+        config: settings, as for ``build_app``.
+        app: application of ``build_app``.
+        on_started: called on the event loop once the port is open.
+        listener: socket from ``open_listener``, which is closed here; None: opened here.
 
     Raises:
         ConfigError: the address cannot be bound, or the certificate cannot be read.
@@ -169,7 +172,10 @@ async def _announce(
 
 @contextlib.contextmanager
 def _signals(running: RunningServer) -> Iterator[None]:
-    """Let SIGTERM and SIGINT stop the server; elsewhere than on the main thread, nothing."""
+    """Make SIGTERM and SIGINT stop the server while the block runs.
+
+    Does nothing outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -185,7 +191,7 @@ def _signals(running: RunningServer) -> Iterator[None]:
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
-    """Take the address to serve at; nothing can connect before ``run_server``.
+    """Bind the server's address, without accepting connections before ``run_server``.
 
     Raises: ConfigError (it cannot be resolved or bound).
     """

@@ -1,1 +1,1 @@
-"""Commands that ask a server for text, and what they share."""
+"""Commands that send requests for text to a server, and their common parts."""

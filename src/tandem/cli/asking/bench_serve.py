@@ -1,4 +1,4 @@
-"""``tandem bench serve``: measure any server of OpenAI's API under a load."""
+"""``tandem bench serve``: measure any server with OpenAI's API under a workload."""
 
 import asyncio
 import sys
@@ -31,7 +31,7 @@ __all__ = ["serve"]
 
 
 class Dataset(StrEnum):
-    """The loads."""
+    """The workloads."""
 
     RANDOM = "random"
     SHARED_PREFIX = "generated-shared-prefix"
@@ -41,7 +41,7 @@ class Dataset(StrEnum):
 
 
 class EndpointName(StrEnum):
-    """The endpoints."""
+    """The endpoints that can be measured."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
@@ -271,7 +271,10 @@ def _search(
 
 
 def _pick_warmup(load: list[Conversation], count: int) -> list[Conversation]:
-    """Return requests of the load's shape whose tokens run backwards: they warm no prefix."""
+    """Return requests for warming up, with the workload's lengths and the tokens in reverse order.
+
+    So they leave no cached prefix that the measured requests could reuse.
+    """
     firsts = [conversation.turns[0] for conversation in load[:count]]
     return [Conversation([Turn(turn.prompt[::-1], turn.output_length)]) for turn in firsts]
 
@@ -314,7 +317,7 @@ def _require_path(path: Path | None, name: str) -> Path:
 
 
 def _make_bar(total: int) -> Any:
-    """Return what shows how many requests ended, on a terminal; None elsewhere."""
+    """Return a progress bar of ended requests if standard error is a terminal; otherwise None."""
     if not sys.stderr.isatty():
         return None
     done = 0

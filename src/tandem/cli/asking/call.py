@@ -1,4 +1,4 @@
-"""One call of a running server by a command, whose answer is a struct."""
+"""One call of a running server by a command; the answer is decoded to a struct."""
 
 from typing import Any, TypeVar
 
@@ -21,18 +21,18 @@ def call_server(
     api_key: str | None = None,
     timeout_s: float = 30.0,
 ) -> _T:
-    """Send a GET, or a POST with a body, and return the answer.
+    """Send a GET, or a POST if there is a body, and return the decoded answer.
 
     Args:
-        url: of the server, with or without ``/v1``.
-        path: of the endpoint.
-        kind: of the answer.
-        body: what becomes JSON; None sends a GET.
-        api_key: of the caller.
-        timeout_s: without any answer.
+        url: address of the server, with or without ``/v1``.
+        path: path of the endpoint.
+        kind: type of the answer.
+        body: object that is sent as JSON; None: a GET is sent.
+        api_key: API key of the caller; None: none.
+        timeout_s: seconds without any byte of an answer after which the call fails.
 
-    Raises: PeerLostError (nobody answers, or no server of this version); ConfigError (the server
-        refuses).
+    Raises: PeerLostError (no answer, or not from a server of this version); ConfigError (the server
+        refuses the request).
     """
     import httpx
 

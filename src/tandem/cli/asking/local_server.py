@@ -1,4 +1,4 @@
-"""A server of one's own for commands that need one: ``tandem chat`` and ``tandem generate``."""
+"""A local server that a command starts for itself: ``tandem chat`` and ``tandem generate``."""
 
 import contextlib
 import queue
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 ADAPTER_NAME = "adapter"
-"""Adapter name of the one adapter, on a server of one's own."""
+"""Name of the one LoRA adapter on a local server."""
 
 MODEL_HELP = "Folder, hub id or `demo`; with --url a model that the server there lists."
 
@@ -45,17 +45,19 @@ AdapterFlag = Annotated[
 ]
 
 START_TIMEOUT_S = 1800.0
-"""A large model is read from a slow disk in less."""
+"""Time limit in seconds of the server's start; reading a large model from a slow disk takes
+less."""
 STOP_TIMEOUT_S = 20.0
 CONNECT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 3600.0
-"""A long prompt on a slow machine is silent for a while before its first token."""
+"""Seconds without output after which a request fails; a long prompt on a slow machine takes a while
+before its first token."""
 
 
 def list_adapter_flags(adapter: Path, url: str | None) -> list[str]:
-    """Return the flags of a server of one's own that serves an adapter as ``ADAPTER_NAME``.
+    """Return the flags that make a local server serve an adapter as ``ADAPTER_NAME``.
 
-    Raises: ConfigError (a running server, which has adapters of its own).
+    Raises: ConfigError (``url`` names a running server, which has adapters of its own).
     """
     if url is not None:
         what = "--url and --adapter: ask a running server for its adapter by name: give one of both"
@@ -67,15 +69,15 @@ def list_adapter_flags(adapter: Path, url: str | None) -> list[str]:
 def connect(
     model: str | None, url: str | None, api_key: str | None, server_flags: list[str]
 ) -> Iterator[tuple["httpx.Client", str]]:
-    """Give a client of the server at ``url``, or of one started for the occasion, and a model.
+    """Give a client of the server at ``url``, or of a local server started now, and the model's
+    name.
 
     A started server listens on loopback, asks for a key made for this run, and ends with the
-    context. The model is the one to ask for by name: the one given, else the demo model, or the
-    first that the server at ``url`` lists.
+    context. The name is ``model``; without it, the demo model or the first that the server at
+    ``url`` lists.
 
-    Raises: InternalError with the server's last lines if it does not start; PeerLostError (nobody
-        at ``url``); ConfigError (malformed address or key); UnsupportedError (missing
-        packages).
+    Raises: InternalError (the server does not start; with its last lines); PeerLostError (no server
+        at ``url``); ConfigError (malformed address or key); UnsupportedError (missing packages).
     """
     if url is not None:
         with _open_client(trim_url(url), api_key) as client:
@@ -111,7 +113,7 @@ def connect(
 
 
 def trim_url(url: str) -> str:
-    """Return the address of a server without the ``/v1`` that clients of OpenAI's end it with.
+    """Return the address of a server without ``/v1`` at its end, which OpenAI's clients need.
 
     Raises: ConfigError (not the address of an HTTP server).
     """

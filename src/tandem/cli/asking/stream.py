@@ -35,7 +35,7 @@ class _Choice(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct):
-    """The fields that are read of an event of either endpoint, from any server of this API."""
+    """The fields of an event that are read, from either endpoint of any server with this API."""
 
     choices: list[_Choice]
     usage: _Usage | None = None
@@ -54,11 +54,11 @@ class StreamResult(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None
-    """Time to first token."""
+    """Time to the first token, seconds; None before it."""
     total_s: float = 0.0
 
     def take(self, event: StreamEvent, elapsed_s: float) -> str:
-        """Note what one event says of usage, time and the end; return the text that it adds."""
+        """Record the usage, time and finish reason in one event; return the text that it adds."""
         if event.usage is not None:
             self.prompt_tokens = event.usage.prompt_tokens
             self.completion_tokens = event.usage.completion_tokens
@@ -75,7 +75,7 @@ class StreamResult(msgspec.Struct, kw_only=True):
         return added
 
     def describe_rates(self) -> str:
-        """Return the lines that follow an answer, in the words that llama.cpp made common."""
+        """Return the lines of rates printed after an answer, worded as in llama.cpp."""
         prompt_s = self.first_token_s if self.first_token_s is not None else self.total_s
         eval_s = max(self.total_s - prompt_s, 0.0)
         num_eval = max(self.completion_tokens - 1, 0)
@@ -96,8 +96,8 @@ def _rate(count: int, seconds: float) -> str:
 def stream_events(client: "httpx.Client", path: str, body: dict[str, Any]) -> Iterator[StreamEvent]:
     """Yield the events of a streamed request, usage included.
 
-    Raises: InternalError with the server's message if it refuses or breaks off; PeerLostError (no
-        answer); ConfigError (a number that JSON has no form for).
+    Raises: InternalError (the server refuses or breaks off; with its message); PeerLostError (no
+        answer); ConfigError (a number that JSON cannot represent).
     """
     import httpx
 

@@ -1,6 +1,6 @@
-"""Reading a person's turns in ``tandem chat``: line editing, history and several lines.
+"""Reading a user's messages in ``tandem chat``: line editing, history and several lines.
 
-prompt_toolkit owns the terminal. Where standard input or output is no terminal, turns are plain
+prompt_toolkit owns the terminal. If standard input or output is not a terminal, messages are plain
 lines, so that a script can pipe a conversation in.
 """
 
@@ -14,10 +14,10 @@ HISTORY_FILE = Path("~/.cache/tandem/chat_history")
 
 
 def make_reader() -> Callable[[], str | None]:
-    """Return a function that reads one turn; it returns None when the input has ended.
+    """Return a function that reads one message; it returns None when the input has ended.
 
-    A line that ends in a backslash continues on the next one. On a terminal Alt-Enter starts a new
-    line as well, the arrow keys edit and recall earlier turns, and Ctrl-C clears the line.
+    A line that ends in a backslash continues on the next one. On a terminal, Alt-Enter also starts
+    a new line, the arrow keys edit and recall earlier messages, and Ctrl-C clears the line.
     """
     if sys.stdin.isatty() and sys.stdout.isatty():
         return _make_terminal_reader()

@@ -1,4 +1,4 @@
-"""``tandem cluster``: its commands."""
+"""The application of ``tandem cluster``, with its commands."""
 
 import typer
 

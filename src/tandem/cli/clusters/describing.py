@@ -1,4 +1,4 @@
-"""Commands that read the file of a cluster: ``up`` starts it, ``render`` writes it down."""
+"""Commands that read a cluster file: ``up`` starts its processes, ``render`` writes manifests."""
 
 import asyncio
 import shutil
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["render", "up"]
 
 START_TIMEOUT_S = 1800.0
-"""For models to load."""
+"""Time limit in seconds for all models to load."""
 SpecFile = Annotated[Path, typer.Argument(help="The description of the cluster, YAML.")]
 
 

@@ -1,4 +1,6 @@
-"""``tandem cluster keys``: the secret that the processes of a cluster prove to each other."""
+"""``tandem cluster keys``: make the secret by which a cluster's processes authenticate each
+other.
+"""
 
 import sys
 from pathlib import Path

@@ -81,7 +81,7 @@ async def _launch(settings: Config, log_level: str, log_format: str, *, json: bo
 
 
 async def _announce(service: "LauncherService", settings: Config, *, json: bool) -> None:
-    """Print where servers find it, once all instances serve: the line that scripts wait for."""
+    """Print the launcher's address once all instances serve; scripts wait for this line."""
     info = await service.wait_ready()
     if json:
         print_json({"endpoint": service.endpoint, "instances": service.instances})

@@ -1,1 +1,1 @@
-"""One module for each command that asks no server."""
+"""Commands that need no running server, one module each."""

@@ -1,4 +1,4 @@
-"""``tandem bench NAME``: run a benchmark, ours and its rivals interleaved."""
+"""``tandem bench NAME``: run a benchmark, in which Tandem and its rivals are interleaved."""
 
 import contextlib
 import importlib
@@ -40,21 +40,21 @@ BENCHES = {
     "store-disk": "tandem.bench.store_disk",
     "transfer": "tandem.bench.transfer",
 }
-"""Name to module; a module has ``make_cases(quick=...)``."""
+"""Module of each benchmark by name; it has a function ``make_cases(quick=...)``."""
 WITH_PEERS = ("load", "model", "moe", "store", "transfer")
-"""Those that take ``with_peers=...`` as well."""
+"""Benchmarks whose ``make_cases`` also takes ``with_peers=...``."""
 WITH_TRACE = ("conductor",)
-"""Those that take ``trace=...``."""
+"""Benchmarks whose ``make_cases`` also takes ``trace=...``."""
 
 QUICK_BUDGET_S, QUICK_ROUNDS = 2.0, 5
 FULL_BUDGET_S, FULL_ROUNDS = 60.0, 31
 
 
 class _Benches(typer.core.TyperGroup):
-    """A group whose commands but ``serve`` are one, which takes the name of a benchmark."""
+    """A group of commands in which any word but ``serve`` is the name of a benchmark."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command of the first word, which stays an argument of a benchmark."""
+        """Return the command for the first word; a benchmark's name stays in its arguments."""
         if args and args[0] == "serve":
             return super().resolve_command(ctx, args)
         return "run", self.commands["run"], args

@@ -16,7 +16,7 @@ app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
 
 @app.callback()
 def _root() -> None:
-    """Typer makes a group of an application with a callback."""
+    """Do nothing: a callback makes typer treat the application as a group of commands."""
 
 
 @app.command("show")

@@ -14,7 +14,7 @@ __all__ = ["convert"]
 
 MIB = 1 << 20
 QUANT_METHODS = {"int4": "int4", "moe_int4": "int4", "int8": "int8", "moe_int8": "int8"}
-"""KTransformers' methods and the formats that they are here."""
+"""Weight format by name of KTransformers' quantization method."""
 
 
 def convert(

@@ -1,7 +1,7 @@
-"""``tandem doctor``: what this machine offers, what Tandem makes of it, and why.
+"""``tandem doctor``: which hardware features this machine has, which of them Tandem uses, and why.
 
-``collect_report`` gathers, ``render`` lays out, ``doctor`` is the command. Everything is read or
-tried here and now; torch is never imported, only its version is looked up.
+``collect_report`` collects, ``render`` formats, ``doctor`` is the command. Everything is read or
+tried at the time of the call. torch is never imported; only its version is looked up.
 """
 
 import http.client
@@ -60,14 +60,14 @@ class CpuReport(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     isa: list[str]
     amx_blocker: str | None
-    """Why AMX is unusable although the CPU has it."""
+    """Reason why AMX is unusable although the CPU has it; None if it is usable or absent."""
     num_online_cpus: int
     allowed_cpus: str
-    """By affinity and cpuset, as a list of ranges (``0-3,8``)."""
+    """CPUs allowed by affinity and cpuset, as a list of ranges (``0-3,8``)."""
     num_physical_cores: int
-    """Cores with an allowed CPU."""
+    """Number of cores with at least one allowed CPU."""
     has_smt: bool
-    """Some core has two or more allowed CPUs."""
+    """True if any core has two or more allowed CPUs."""
     num_packages: int
     l1d_bytes: int
     l2_bytes: int
@@ -83,9 +83,9 @@ class KernelReport(msgspec.Struct, frozen=True, kw_only=True):
     isa: str
     reason: str
     usable: list[str]
-    """Those of this build that this process may use, ascending."""
+    """Instruction sets of this build that this process may use, ascending."""
     library_caps: dict[str, str]
-    """Variables that hold torch, MKL and oneDNN to the same cap."""
+    """Environment variables that limit torch, MKL and oneDNN to the same instruction set."""
 
 
 class NumaReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,25 +115,25 @@ class HugepageReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThreadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of compute threads that Tandem takes, and the reason."""
+    """The number of compute threads that Tandem uses by default, and the reason."""
 
     threads: int
     reason: str
 
 
 class OptionalPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that Tandem uses where it is there and does without where it is not."""
+    """A package, device or service that Tandem uses if it is there."""
 
     name: str
     is_available: bool
     detail: str
-    """The finding, or the reason why it is not usable."""
+    """Version or description if it is usable; otherwise the reason why not."""
     gives: str
-    """The addition that it makes."""
+    """Feature that it adds."""
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that ``tandem doctor`` prints; ``--json`` is this struct."""
+    """All findings of ``tandem doctor``; ``--json`` prints this struct."""
 
     versions: dict[str, str | None]
     cpu: CpuReport
@@ -147,15 +147,17 @@ class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def collect_report(etcd_endpoint: str | None = None) -> DoctorReport:
-    """Look at the machine and try the optional parts.
+    """Examine the machine and try the optional parts.
 
     Args:
-        etcd_endpoint: ``host:port`` of an etcd to ask for its version; None = only look for a
-            binary on the path.
+        etcd_endpoint: ``host:port`` of an etcd whose version is asked for; None: only look for its
+            program on the path.
 
-    Returns: the report. What is absent is in it, not an error.
+    Returns: the report. It also lists what is absent, which is no error.
+
     Raises: UnsupportedError (the extension is not built); ConfigError (malformed endpoint).
-    Cost: below a second; with CUDA devices their driver is initialised.
+
+    Cost: less than a second; if there are CUDA devices, their driver is initialised.
     """
     from tandem import _native
 
@@ -332,7 +334,7 @@ def _probe_ray() -> OptionalPart:
 
 
 def format_ids(ids: list[int]) -> str:
-    """Sorted ids as ranges: ``[0, 1, 2, 8]`` is ``0-2,8``."""
+    """Return sorted ids as ranges: ``[0, 1, 2, 8]`` gives ``0-2,8``."""
     ranges: list[list[int]] = []
     for number in ids:
         if ranges and number == ranges[-1][1] + 1:
@@ -389,7 +391,7 @@ def _describe_memory(report: DoctorReport) -> list[tuple[str, str]]:
 
 
 def render(report: DoctorReport) -> Group:
-    """Lay the report out for a terminal."""
+    """Return the report as tables for a terminal."""
     machine = Table.grid(padding=(0, 2))
     machine.add_column(style="bold", no_wrap=True)
     machine.add_column(overflow="fold")
@@ -414,14 +416,14 @@ def render(report: DoctorReport) -> Group:
 
 
 def measure_peer(address: str, secret_file: Path) -> "PathReport":
-    """Measure the path to a transfer engine.
+    """Measure the network path to another transfer engine.
 
     Args:
-        address: ``host:port``.
-        secret_file: holds the cluster's secret; a line break at the end is not part of it.
+        address: its ``host:port``.
+        secret_file: file with the cluster's secret; a line break at its end is ignored.
 
-    Raises: ConfigError (no such file, secret too short); as ``TransferEngine.open``, with what was
-        tried.
+    Raises: ConfigError (no such file, or the secret is too short); errors of
+        ``TransferEngine.open``, with the attempts.
     """
     from tandem.transfer import TransferConfig, TransferEngine
     from tandem.transfer.measure import measure_path
@@ -442,7 +444,7 @@ def measure_peer(address: str, secret_file: Path) -> "PathReport":
 
 
 def render_path(report: "PathReport") -> Table:
-    """Lay a measured path out for a terminal."""
+    """Return the measurements of a path as a table for a terminal."""
     title = f"{report.name} at {report.peer}: round trip {report.round_trip_us:.0f} us"
     if report.buffer is None:
         title += "; it offers no buffer to read, so no transport was measured"

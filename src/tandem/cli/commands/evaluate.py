@@ -113,7 +113,9 @@ def _show(metric: str, value: float) -> str:
 
 
 def adapts_experts(adapter: Path) -> bool:
-    """Return whether an adapter changes routed experts, which are not served apart from it."""
+    """Return True if an adapter changes routed experts; such an adapter is not served
+    separately.
+    """
     try:
         config = msgspec.json.decode((adapter / "adapter_config.json").read_bytes())
     except (OSError, msgspec.DecodeError):
@@ -123,7 +125,7 @@ def adapts_experts(adapter: Path) -> bool:
 
 
 def _load_tuned(adapter: Path) -> "Callable[[ModelConfig], EvaluatedModel]":
-    """Return what loads a model as it is trained, which takes every adapter."""
+    """Return a function that loads the model with an adapter of any kind, as in training."""
     require_extra("finetune", "peft")
     from tandem.finetune.tuned import TunedModel
 

@@ -98,7 +98,7 @@ def _show_prediction(recipe: "Recipe", *, json: bool) -> None:
 
 
 def render_prediction(predicted: "RunPrediction") -> str:
-    """Return the sentences below the table of memory."""
+    """Return the sentences printed below the table of predicted memory."""
     data = predicted.data
     lines = [
         f"{data.num_rows} rows, {data.num_tokens} tokens, the longest row {data.longest}; "

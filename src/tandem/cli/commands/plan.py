@@ -15,11 +15,13 @@ __all__ = ["plan"]
 
 GIB = 1 << 30
 DEVICES = ("cpu", "cuda")
-"""Kinds that a plan can be made for, here or for another machine."""
+"""Kinds of devices for which a plan can be made."""
 
 
 def _complete_machine(incomplete: str) -> list[str]:
-    """Return the machines that a shell offers."""
+    """Return the known machines whose names begin with ``incomplete``, for completion in a
+    shell.
+    """
     from tandem.placement.catalog import list_hardware
 
     return [name for name in list_hardware() if name.startswith(incomplete)]
@@ -191,7 +193,7 @@ def plan(
 
 
 def _show_modules(settings: Config, rules: Path | None, device: str, *, json: bool) -> None:
-    """Print which rule took which module."""
+    """Print the rule and operator of each module."""
     from tandem.models.loading.hub import resolve_folder
     from tandem.models.planning.plan_report import render_plan
     from tandem.models.planning.planner import plan_model
@@ -215,7 +217,9 @@ def _show_modules(settings: Config, rules: Path | None, device: str, *, json: bo
 
 
 def _tell_fit(planned: Any) -> str:
-    """Return whether a model fits the memory that is free here, and how much KV beside it."""
+    """Return a sentence: if the model fits the memory that is free here, and how much KV beside
+    it.
+    """
     from tandem._native import read_topology
     from tandem.engine.config import EngineConfig
     from tandem.engine.planning import RUNTIME_BYTES
@@ -234,9 +238,9 @@ def _tell_fit(planned: Any) -> str:
 
 
 def _check_wishes(**fields: Any) -> Any:
-    """Return the wishes, checked.
+    """Return a ``Wishes`` of these fields, checked.
 
-    Raises: ConfigError that names the flag.
+    Raises: ConfigError, which names the flag.
     """
     from tandem.placement.planner import Wishes
 

@@ -1,4 +1,4 @@
-"""``tandem serve``: the API server and its instance."""
+"""``tandem serve``: start the API server and its instances."""
 
 import asyncio
 import contextlib
@@ -160,7 +160,9 @@ async def _serve_with(
 
 
 async def _announce(cluster: Any, started: Any, *, json: bool, with_rejected: bool) -> None:
-    """Print what was chosen and where it serves, once it does: the line that scripts wait for."""
+    """Print the choices made and the server's address once it serves; scripts wait for this
+    line.
+    """
     info: InstanceInfo = await cluster.wait_ready()
     running = await started
     names = [each.name for each in cluster.instances]
@@ -183,7 +185,7 @@ async def _announce(cluster: Any, started: Any, *, json: bool, with_rejected: bo
 
 @contextlib.contextmanager
 def show_loading(*, quiet: bool) -> Iterator[Any]:
-    """Give a callback that draws a bar on standard error while weights load."""
+    """Give a callback that draws a progress bar on standard error while weights load."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),

@@ -30,7 +30,7 @@ LogLevelFlag = Annotated[LogLevel, typer.Option(help="Least severe lines to writ
 Key = Annotated[str, typer.Argument(help="Key of the object.")]
 DRAIN_POLL_S = 0.1
 JOIN_NOTICE_S = 2.0
-"""A master that runs takes a host in sooner."""
+"""Seconds without a master after which a host says that it is waiting for one."""
 
 
 @app.command("master")
@@ -327,7 +327,9 @@ def _connect(config: Path | None, flags: dict[str, Any]) -> "Iterator[StoreClien
 
 
 async def _join(service: "HostService") -> None:
-    """Wait until a master has taken the host in; say where it is looked for, if that takes time."""
+    """Wait until a master has accepted the host; if that takes long, print which master it waits
+    for.
+    """
     joined = service.host.is_joined
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(joined.wait(), JOIN_NOTICE_S)
@@ -343,9 +345,10 @@ async def _serve(
     tell: Callable[[], None],
     join: Callable[[Any], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Run until SIGTERM or SIGINT; what ``tell`` writes is what scripts wait for.
+    """Run a service until SIGTERM or SIGINT; call ``tell`` when it serves.
 
-    It comes when ``join`` returns. Ctrl-C before it breaks the command off (KeyboardInterrupt).
+    ``tell`` prints the line that scripts wait for. It is called after ``join`` has returned. Ctrl-C
+    before that ends the command with KeyboardInterrupt.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

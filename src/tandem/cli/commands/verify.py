@@ -1,4 +1,6 @@
-"""``tandem verify``: prove that a model's architecture runs right here, and print how."""
+"""``tandem verify``: prove that a model's architecture is computed correctly here, and print
+how.
+"""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -57,7 +59,7 @@ def verify(
 
 
 def render_own(proof: "OwnProof") -> str:
-    """Return a proof of transformers' own modules as text for people."""
+    """Return the proof of a model that runs by transformers' own modules, as text."""
     outcome = "proved" if proof.is_proved else f"NOT proved: {proof.problem}"
     lines = [f"{proof.model_type} by transformers' own modules, {proof.transformers}: {outcome}"]
     for check in proof.checks:
@@ -67,7 +69,7 @@ def render_own(proof: "OwnProof") -> str:
 
 
 def render_proof(proof: "Proof") -> str:
-    """Return a proof as text for people."""
+    """Return the proof of a model that runs by our operators, as text."""
     outcome = "proved" if proof.is_proved else f"NOT proved: {proof.problem}"
     lines = [
         f"{proof.architecture or proof.model_type}, transformers {proof.transformers}: {outcome}"

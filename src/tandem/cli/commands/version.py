@@ -1,4 +1,4 @@
-"""``tandem version``."""
+"""``tandem version``: print the version of Tandem and of its libraries."""
 
 import platform
 import sys

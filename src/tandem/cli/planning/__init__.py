@@ -1,1 +1,1 @@
-"""Printing plans of models over machines, and rates of caches of experts."""
+"""Printing of plans of models on machines, and of hit rates of expert caches."""

@@ -1,4 +1,4 @@
-"""Choices of a plan as tables."""
+"""Printing of a plan's choices as tables."""
 
 import sys
 from collections.abc import Sequence

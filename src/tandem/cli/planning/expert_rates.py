@@ -1,4 +1,4 @@
-"""The part of ``tandem plan`` that replays a trace of routing through caches of experts."""
+"""The part of ``tandem plan`` that replays a trace of expert choices through caches of experts."""
 
 import sys
 from pathlib import Path
@@ -15,13 +15,13 @@ MIN_STEPS = 2
 
 
 def print_rates(trace: Path, *, as_json: bool) -> None:
-    """Print the hit rates of all policies over a trace.
+    """Print the hit rates of all cache policies over a trace.
 
     Args:
-        trace: written by a server with ``engine.expert_trace``.
-        as_json: whether it is one JSON document, with every rate of every layer.
+        trace: file written by a server with ``engine.expert_trace``.
+        as_json: True to print one JSON document, with the rates of each layer.
 
-    Raises: as ``open_trace``; UnsupportedError (a trace too short to replay).
+    Raises: UnsupportedError (the trace is too short to replay); errors of ``open_trace``.
     """
     from tandem.engine.stepping.expert_trace import open_trace, read_decodes
     from tandem.placement.experts.replay import ORACLE, replay_layers

@@ -1,4 +1,4 @@
-"""The part of ``tandem plan`` that places a model on a machine and counts what it costs."""
+"""The part of ``tandem plan`` that places a model on a described machine, and computes costs."""
 
 import json
 import sys
@@ -39,18 +39,18 @@ __all__ = [
 ]
 
 TALK = ("h800", "h20", "xeon-spr")
-"""Machines of the talk's comparison; a machine of one's own stands beside them."""
+"""Machines that the KTransformers talk compares; the user's machine is listed beside them."""
 MEASURED = "measured"
-"""The name of the machine that this runs on."""
+"""Name that means this machine, as measured."""
 TALK_CONTEXT = 128 * 1024
 REPLACING = ("h20", "a100", "h100")
-"""Machines whose GPUs are counted as what a plan replaces."""
+"""Machines whose GPUs are counted as replaced by a plan."""
 KNOWN_METHODS = {"fp8": "fp8", "mxfp4": "mxfp4", "gptq": "int4", "awq": "int4"}
 MAX_CONFIG_BYTES = 1 << 22
 
 
 def is_known_model(name: str) -> bool:
-    """Return whether a model's configuration is known by this name, and no folder has it."""
+    """Return True if the catalog has a model of this name and no folder has it."""
     return name in list_models() and not Path(name).exists()
 
 
@@ -65,20 +65,20 @@ def place_model(
     timeline: Path | None = None,
     as_json: bool,
 ) -> None:
-    """Plan a model on a machine, and print it.
+    """Make a plan of a model on a machine, and print it.
 
     Args:
-        model: the name of a known configuration, a folder, a GGUF file or a hub id.
-        hardware: the name of a known machine, a file, or `measured` for this machine.
+        model: name of a known configuration, a folder, a GGUF file or a hub id.
+        hardware: name of a known machine, a file, or `measured` for this machine.
         wishes: context, users, rate, quality.
-        with_cost: whether prices and operator classes are printed too.
-        with_rejected: whether rejected choices are.
-        picture: takes the plan as SVG; None draws none.
-        timeline: takes the lanes of a decode step as HTML; None draws none.
-        as_json: whether it is one JSON document.
+        with_cost: True to print prices and operator classes too.
+        with_rejected: True to print rejected choices too.
+        picture: file to write the plan to as SVG; None: none.
+        timeline: file to write the timeline of a decode step to as HTML; None: none.
+        as_json: True to print one JSON document.
 
-    Raises: ConfigError (a picture cannot be written, or a timeline has one lane), and as
-        ``make_plan``.
+    Raises: ConfigError (a picture cannot be written, or everything runs on one device, so that
+        there is no timeline); errors of ``make_plan``.
     """
     spec, efficiencies = find_machine(hardware)
     shape, stored_format = find_shape(model)
@@ -115,21 +115,21 @@ def _write(file: Path, text: str, option: str) -> None:
 
 
 def find_shape(model: str) -> tuple[ModelShape, str]:
-    """Return a model's shape, and the format that its weights are stored in.
+    """Return the sizes of a model, and the format that its weights are stored in.
 
     Args:
-        model: the name of a known configuration, a folder, a GGUF file or a hub id.
+        model: name of a known configuration, a folder, a GGUF file or a hub id.
 
-    Raises: as ``read_shape`` and ``open_checkpoint``.
+    Raises: errors of ``read_shape`` and ``open_checkpoint``.
     """
     known = find_model(model) if is_known_model(model) else _read_model(model)
     return read_shape(known.config, known.name), known.stored_format
 
 
 def find_machine(hardware: str) -> tuple[HardwareSpec, Efficiencies]:
-    """Return a machine by name, file or, for `measured`, as it is here and now.
+    """Return the description of a machine by name or file; for `measured`, of this machine.
 
-    Raises: as ``read_hardware``.
+    Raises: errors of ``read_hardware``.
     """
     if hardware != MEASURED:
         return read_hardware(hardware), read_efficiencies()
@@ -140,7 +140,7 @@ def find_machine(hardware: str) -> tuple[HardwareSpec, Efficiencies]:
 
 
 def _read_model(model: str) -> KnownModel:
-    """Return a model's configuration from a folder, also of one that serving refuses."""
+    """Return a model's configuration from a folder, also of a model that cannot be served."""
     from tandem.models.families import open_checkpoint
     from tandem.models.loading.hub import resolve_folder
 
@@ -250,7 +250,7 @@ def _tell_machine(spec: HardwareSpec) -> tuple[object, ...]:
 
 
 def print_published(*, as_json: bool) -> None:
-    """Print what the cost model says of published speeds."""
+    """Print the cost model's predictions beside published speeds."""
     if as_json:
         print_json([msgspec.to_builtins(figure) for figure in predict_rows(read_efficiencies())])
     else:

@@ -1,4 +1,6 @@
-"""The plan of `tandem serve` on this machine: ``tandem plan`` and ``serve --dry-run`` show it."""
+"""The plan of `tandem serve` on this machine, printed by ``tandem plan`` and ``serve
+--dry-run``.
+"""
 
 import shlex
 import sys
@@ -16,19 +18,20 @@ from tandem.engine.planning import count_users, plan_engine
 __all__ = ["follow_wishes", "show_serving"]
 
 QUALITY_FORMATS = {"stored": "auto", "int8": "int8", "int4": "int4"}
-"""The coarsest format that a wish allows, as a setting of experts and of other matrices."""
+"""Value of the format settings (of experts and of other matrices) by the user's wish for
+quality."""
 
 
 def follow_wishes(
     settings: Config, *, context: int, users: int, quality: str
 ) -> tuple[Config, dict[str, str]]:
-    """Return settings that follow wishes, and those that they changed, by path.
+    """Return settings changed according to wishes, and the changed values by path.
 
     Args:
-        settings: as given; what was set there already and is wished otherwise is an error.
-        context: tokens of a sequence; 0 is no wish.
-        users: that are answered at once; 0 is no wish.
-        quality: coarsest format of weights; empty is no wish.
+        settings: settings as given. It is an error if one is given and the wish differs.
+        context: number of tokens of a sequence; 0: no wish.
+        users: number of users served at once; 0: no wish.
+        quality: coarsest allowed format of weights; empty: no wish.
 
     Raises: ConfigError.
     """
@@ -72,16 +75,16 @@ def show_serving(
     wished: Mapping[str, str] | None = None,
     rate: float = 0.0,
 ) -> None:
-    """Print what serving with these settings is here.
+    """Print the plan of serving with these settings on this machine.
 
     Args:
-        settings: of ``tandem serve``.
-        with_rejected: whether alternatives that were rejected are told.
-        as_json: whether it is one JSON document.
-        wished: settings that follow from wishes, for the command that serves so.
-        rate: tokens a second that each user should get; 0 is none in particular.
+        settings: settings of ``tandem serve``.
+        with_rejected: True to print rejected alternatives too.
+        as_json: True to print one JSON document.
+        wished: settings that follow from wishes, for the printed command.
+        rate: tokens a second that each user should get; 0: no such wish.
 
-    Raises: as ``plan_engine``.
+    Raises: errors of ``plan_engine``.
     """
     store, cluster = settings.store, settings.cluster
     planned = plan_engine(

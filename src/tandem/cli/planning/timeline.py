@@ -1,7 +1,7 @@
-"""The lanes of a hybrid decode step, drawn: when GPU and CPU work, by the planner's speeds.
+"""A picture of a hybrid decode step: when GPU and CPU work, by the planner's speeds.
 
-The step is the one that serves (``kernels.hybrid``), run on a device that only keeps a clock. So
-the page shows what the orchestration makes of the speeds, beside the planner's own sum of them.
+The step runs the serving code (``kernels.hybrid``) on a device that only counts time. So the page
+shows what the real orchestration makes of the speeds, beside the planner's own sums.
 """
 
 from html import escape
@@ -22,7 +22,7 @@ __all__ = ["Lane", "render_timeline", "run_step"]
 
 GPU_LANE = "stream 1"
 LAUNCH_S = 10e-6
-"""Seconds of a graph; CUDA's own figure is 5 to 15 us."""
+"""Assumed seconds to launch a CUDA graph; CUDA's documentation gives 5 to 15 us."""
 WIDTH, HEIGHT, GAP = 1600, 46, 30
 COLORS = {"layer": "#3b6ea5", "shared": "#5a9a68", "submit": "#d08a3e", "late": "#b05f3c"}
 OTHER = "#9a9a9a"
@@ -37,29 +37,29 @@ td:first-child, th:first-child { text-align: left; }
 
 
 class Lane(NamedTuple):
-    """A worker of a step, and its busy share."""
+    """A worker in a decode step (GPU, CPU or link), with the share of time that it is busy."""
 
     name: str
     busy: float
-    """Share of the step, as the orchestration gives it."""
+    """Busy share of the step in the simulated run."""
     planned: float
-    """The same by the planner's sums."""
+    """Busy share of the step by the planner's sums."""
 
 
 class _NoStep:
-    """A step, or experts, that the device does not call."""
+    """A placeholder for a step, or for experts, that the simulated device never calls."""
 
     def __getattr__(self, name: str) -> object:
         raise AssertionError(f"{name} was called on a device that only keeps a clock")
 
 
 def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> TimelineDevice:
-    """Return the device that a decode step of a plan has run on.
+    """Run a decode step of a plan on a simulated device, and return the device.
 
     Args:
-        plan: with routed experts on the CPU beside a GPU.
-        layers: their seconds.
-        shape: the model.
+        plan: plan with routed experts on the CPU beside a GPU.
+        layers: predicted seconds of its layers.
+        shape: sizes of the model.
     """
     users, place = plan.wishes.users, plan.placement
     top_k = max(layer.top_k for layer in shape.layers)
@@ -107,12 +107,12 @@ def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> Timeline
 
 
 def list_lanes(device: TimelineDevice, planned_s: float, layers: list[LayerTime]) -> list[Lane]:
-    """Return the busy shares of a step, by the timeline and by the planner.
+    """Return the busy shares of a step, by the simulated run and by the planner.
 
     Args:
-        device: that a step has run on.
-        planned_s: of the step.
-        layers: their seconds.
+        device: device on which the step has run.
+        planned_s: seconds of the step by the planner.
+        layers: predicted seconds of its layers.
     """
     gpu = sum(time.parts.gpu + time.parts.gpu_experts for time in layers)
     cpu = sum(time.parts.cpu_experts for time in layers)
@@ -124,15 +124,15 @@ def list_lanes(device: TimelineDevice, planned_s: float, layers: list[LayerTime]
 
 
 def render_timeline(plan: Plan, spec: HardwareSpec, shape: ModelShape, eff: Efficiencies) -> str:
-    """Return one HTML page, without scripts and without anything loaded from elsewhere.
+    """Return the picture as an HTML page, without scripts and external resources.
 
     Args:
-        plan: of the model on the machine.
+        plan: plan of the model on the machine.
         spec: the machine.
-        shape: the model.
-        eff: shares of the peaks that the plan was made with.
+        shape: sizes of the model.
+        eff: shares of the peaks with which the plan was made.
 
-    Raises: ConfigError (all runs on one device).
+    Raises: ConfigError (everything runs on one device).
     """
     wishes = plan.wishes
     given = (spec, shape, plan.placement, eff)

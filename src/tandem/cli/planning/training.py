@@ -14,19 +14,20 @@ from tandem.placement.training import TrainingWishes, plan_training_on
 __all__ = ["show_training"]
 
 KEPT = {"auto": "bf16", "none": "bf16"}
-"""Formats of a recipe that leave a bf16 model's weights as they are."""
+"""Weight formats in a recipe that leave a bf16 model's weights unchanged."""
 
 
 def show_training(recipe: Recipe, hardware: str, *, as_json: bool) -> None:
-    """Print the memory and speed of a run on a machine that is described.
+    """Print the predicted memory and speed of a training run on a described machine.
 
     Args:
-        recipe: of the run; each row is taken to be as long as ``cutoff_len``, as no data is read.
-        hardware: the name of a machine, or a file.
-        as_json: whether it is one JSON document.
+        recipe: recipe of the run; as no data is read, each row is assumed to have ``cutoff_len``
+            tokens.
+        hardware: name of a machine, or a file.
+        as_json: True to print one JSON document.
 
-    Raises: as ``find_machine`` and ``find_shape``; UnsupportedError (a format that planning does
-        not know, or a run over pairs of answers).
+    Raises: UnsupportedError (a format that planning does not know, or a run over pairs of answers);
+        errors of ``find_machine`` and ``find_shape``.
     """
     if recipe.method.stage != "sft":
         what = f"stage {recipe.method.stage}: a run elsewhere is predicted for sft alone"

@@ -1,4 +1,4 @@
-"""``tandem sim``: its commands."""
+"""The application of ``tandem sim``, with its commands."""
 
 import typer
 
@@ -34,4 +34,4 @@ app.command("calibrate")(calibrate)
 
 @app.callback()
 def _root() -> None:
-    """Typer makes a group of an application with a callback."""
+    """Do nothing: a callback makes typer treat the application as a group of commands."""

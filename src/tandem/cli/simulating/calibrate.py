@@ -1,4 +1,4 @@
-"""``tandem sim calibrate``: the step costs that a running server has learnt, as a file."""
+"""``tandem sim calibrate``: write the step costs that a running server has learned to a file."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ __all__ = ["ToldServer", "calibrate"]
 
 
 class ToldServer(msgspec.Struct, kw_only=True):
-    """The part of ``/server_info`` that is of use here."""
+    """The part of ``/server_info`` that is used here."""
 
     instances: list[InstanceStatus]
     instance: InstanceInfo | None

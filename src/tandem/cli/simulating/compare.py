@@ -1,4 +1,4 @@
-"""``tandem sim compare``: live servers beside their simulation."""
+"""``tandem sim compare``: measure live servers and compare them with their simulation."""
 
 import asyncio
 import shutil
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 LOADS = (0.3, 0.5, 0.75)
-"""Shares of the capacity at which each setup is compared."""
+"""Rates at which each setup is compared, as shares of its capacity."""
 FITTED_LOAD = 0.5
 LEARNING_REQUESTS, LEARNING_AT_ONCE = 24, 6
 MIN_REQUESTS, MAX_REQUESTS = 24, 600
@@ -45,7 +45,7 @@ MOE_SHAPE = {
     "num_experts_per_tok": 4,
     "vocab_size": 4096,
 }
-"""The shape of ``moe``: six layers, random weights, 600 MB in bfloat16."""
+"""Configuration of the model ``moe``: six layers, random weights, 600 MB in bfloat16."""
 
 
 def compare(
@@ -133,7 +133,7 @@ def _find_model(name: str, scratch: Path) -> str:
 
 
 class _Live:
-    """A server that was started for a comparison."""
+    """A live server that was started for a comparison."""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client, self._key = client, key
@@ -145,7 +145,9 @@ class _Live:
     def serve(
         self, rows: "list[TraceRow]", seed: int, rate: float | None, at_once: int | None = None
     ) -> "LoadReport":
-        """Send rows, at a rate or so many at a time; return what their clients saw."""
+        """Send requests at a rate, or ``at_once`` at a time; return the figures that their clients
+        measured.
+        """
         from tandem.bench.clients.client import LoadClient, Target
         from tandem.bench.clients.workloads import IdRange, make_trace
         from tandem.core.loads.figures import summarise

@@ -1,4 +1,4 @@
-"""``tandem sim decide``: the decisions of a live server, taken again."""
+"""``tandem sim decide``: replay the routing decisions of a live server."""
 
 import sys
 from collections import Counter
@@ -14,14 +14,14 @@ from tandem.core.errors import NotFoundError
 __all__ = ["decide"]
 
 SHOWN = 20
-"""Decisions that a table names."""
+"""Largest number of decisions that the table lists."""
 
 
 class _Summary(msgspec.Struct, kw_only=True):
     decisions: int
     same: int
     then: dict[str, int]
-    """Requests by the instance that computed their prompt, or by what else became of them."""
+    """Number of requests by the instance that computed their prompt, or by another outcome."""
     now: dict[str, int]
 
 

@@ -1,4 +1,4 @@
-"""``tandem sim hits``: hit ratios of a trace by the size of the cache."""
+"""``tandem sim hits``: print the hit ratios of a trace for several cache sizes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,18 +13,19 @@ from tandem.core.loads.traces import BLOCK_TOKENS, read_rows
 __all__ = ["hits"]
 
 BLOCKS = [100_000, 50_000, 30_000, 10_000, 5_859, 1_000]
-"""Sizes of the Mooncake paper's table, and of the 3 million tokens of its nodes."""
+"""Cache sizes in blocks: those of the Mooncake paper's table, and the 3 million tokens of its
+nodes."""
 
 
 class _Line(msgspec.Struct, kw_only=True):
     blocks: int | None
     tokens: int | None
     lru: float
-    """Plain LRU."""
+    """Hit ratio of a plain LRU cache."""
     index: float
-    """The prefix index of an instance."""
+    """Hit ratio of an instance's prefix index."""
     lru_mean: float
-    """Mean of the requests' own ratios."""
+    """Mean over the requests of each one's own hit ratio, with LRU."""
 
 
 def hits(

@@ -1,4 +1,4 @@
-"""``tandem sim paper``: the tables of the Mooncake paper, ours beside theirs."""
+"""``tandem sim paper``: compare the tables of the Mooncake paper with simulated ones."""
 
 import sys
 from pathlib import Path

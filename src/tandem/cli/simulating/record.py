@@ -1,4 +1,4 @@
-"""``tandem sim record``: a trace of a running server, without text."""
+"""``tandem sim record``: record a trace, without text, from a running server."""
 
 import sys
 import time
@@ -76,7 +76,7 @@ def record(
 
 
 def write_rows(path: Path, rows: list[TraceRow]) -> None:
-    """Write a trace in the order of arrival, times from the first one's."""
+    """Write a trace in order of arrival, with times from the first arrival."""
     ordered = sorted(rows, key=lambda row: row.timestamp)
     begin = ordered[0].timestamp if ordered else 0.0
     with path.open("wb") as file:

@@ -1,4 +1,4 @@
-"""``tandem sim run``: a scenario in virtual time."""
+"""``tandem sim run``: simulate a scenario in virtual time."""
 
 import sys
 import tempfile
@@ -132,9 +132,10 @@ def _write_lines(path: Path, values: list[Any]) -> None:
 
 @contextmanager
 def show_bar() -> Iterator[Any]:
-    """Give what shows how many requests ended and when, on a terminal; None elsewhere.
+    """Give a progress bar of ended requests and virtual time if there is a terminal; otherwise
+    None.
 
-    The line is erased at the end: one that went on would be drawn over the figures.
+    The bar is erased at the end, because otherwise it would be drawn over the figures.
     """
     if not sys.stderr.isatty():
         yield None

@@ -1,4 +1,4 @@
-"""``tandem sim sweep``, ``capacity`` and ``advise``: many runs of one scenario."""
+"""``tandem sim sweep``, ``capacity`` and ``advise``: run one scenario many times."""
 
 import sys
 from enum import StrEnum
@@ -26,7 +26,7 @@ SetOption = Annotated[
 
 
 class Figure(StrEnum):
-    """Figures of a sweep that are drawn."""
+    """The figures that a sweep can draw."""
 
     GOODPUT = "goodput"
     TTFT = "ttft"
@@ -38,9 +38,9 @@ FIGURES = ("request_throughput", "goodput", "attained", "hit_ratio")
 def read_changed(
     path: Path, trace: Path | None, changes: list[str] | None, calibration: Path | None = None
 ) -> Any:
-    """Return a scenario with what the command line replaces.
+    """Return a scenario with the fields that the command line replaces.
 
-    Raises: as ``read_scenario``, ``read_calibration`` and ``change_scenario``.
+    Raises: errors of ``read_scenario``, ``read_calibration`` and ``change_scenario``.
     """
     from tandem.sim.cluster.calibration import calibrate_scenario, read_calibration
     from tandem.sim.cluster.scenario import change_scenario, parse_changes, read_scenario

@@ -1,1 +1,1 @@
-"""Choices of instances: one module a policy, behind the interface ``Policy``."""
+"""Routing policies, which choose instances: one module each, behind the interface ``Policy``."""

@@ -2,10 +2,10 @@
 
     TTFT = transfer + queue + prefill
 
-An instance whose own prefix is shorter than the best one by more than the balancing threshold is
-counted as if it fetched the best one; if it then wins, it does fetch it, which is how a hot prefix
-comes to lie on several instances. The decode instance is the one with the least predicted time
-between tokens.
+If an instance's own prefix is shorter than the best one by more than the balancing threshold, its
+time is predicted as if it fetched the best prefix; if it is chosen, it does fetch it. In this way a
+hot prefix gets copied to several instances. The decode instance is the one with the least predicted
+time between tokens.
 """
 
 from tandem.conductor.fleet import Fleet, IntColumn
@@ -15,12 +15,13 @@ from tandem.conductor.prediction import TtftParts, predict_tpot
 __all__ = ["BALANCING_THRESHOLD", "MooncakePolicy"]
 
 BALANCING_THRESHOLD = 1.25
-"""Default threshold; the paper gives no value. At 1.25, a smaller gain than a fifth of the prefix
-is not fetched."""
+"""Default threshold, as the paper gives no value: at 1.25, a prefix is fetched only if it is more
+than a quarter longer than the instance's own."""
 
 
 class MooncakePolicy:
-    """Prefill by predicted time to first token, decode by predicted time between tokens.
+    """The policy that chooses by predicted time to first token, and for decode by time between
+    tokens.
 
     Args:
         threshold: ``kvcache_balancing_threshold`` of the paper.
@@ -39,7 +40,7 @@ class MooncakePolicy:
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
         """Return the row with the least predicted time between tokens."""
-        # Compute all rows: to pick these out of each column would take longer.
+        # Compute all rows, because selecting rows from each column would take longer.
         tpot_s = predict_tpot(fleet, slice(None), question.prompt_len, question.max_tokens)
         return int(rows[int(tpot_s[rows].argmin())])
 

@@ -1,4 +1,4 @@
-"""The interface of policies, and what all of them are told of a request."""
+"""The interface of routing policies, and the description of a request that they get."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ __all__ = ["Policy", "Question"]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A request that is to be placed.
+    """A request for which instances are to be chosen.
 
     Attributes:
-        request_id: unique.
-        prompt_len: tokens.
-        max_tokens: to be generated at most.
-        chains: the keys of its prompt, one chain for each KV identity that serves.
-        client: who sent it.
-        weight: of the client's share.
-        priority: lower is more urgent; above 0 it is less so than others.
-        slo: its objectives.
+        request_id: unique id.
+        prompt_len: number of tokens of the prompt.
+        max_tokens: largest number of tokens to generate.
+        chains: block keys of its prompt, one chain for each KV identity that serves.
+        client: name of the sender.
+        weight: weight of the client's share.
+        priority: a lower number is more urgent; above 0, it is less urgent than usual.
+        slo: its latency objectives.
     """
 
     request_id: str
@@ -38,30 +38,31 @@ class Question:
 
 
 class Policy(Protocol):
-    """Chooses among instances. Pure: the same calls in the same order choose the same.
+    """A rule that chooses among instances. Pure: equal calls in equal order give equal choices.
 
-    ``rows`` are never empty; ``hits`` has an entry for every row of the fleet: the tokens of the
-    prompt whose KV that instance holds, as far as the directory knows. Both are borrowed.
+    ``rows`` are the rows to choose from, at least one. ``hits`` has an entry for every row of the
+    fleet: the number of the prompt's tokens whose KV that instance is known to have. Neither may be
+    kept.
     """
 
     threshold: float
-    """Factor by which the prefix that the store holds must exceed an instance's own for the
-    instance to be counted as if it loaded that; infinite: the policy counts on no load."""
+    """Factor by which the prefix in the store must be longer than an instance's own, for its time
+    to be predicted as if it loaded that prefix; infinite: loads are not considered."""
 
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the row that computes the prompt; a unified instance then decodes as well.
+        """Return the row that computes the prompt; a unified instance then decodes too.
 
-        ``parts`` has the predicted times of every row, with what the store holds counted as
-        ``threshold`` says.
+        ``parts`` has the predicted times of every row, with loads considered according to
+        ``threshold``.
         """
         ...
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return the row that decodes after a prefill elsewhere."""
+        """Return the row that decodes after another instance's prefill."""
         ...
 
     def note_placed(self, question: Question, row: int) -> None:
@@ -69,5 +70,5 @@ class Policy(Protocol):
         ...
 
     def forget(self, row: int) -> None:
-        """Forget what a row held: the instance has restarted or left."""
+        """Drop what is remembered of a row, because its instance has restarted or left."""
         ...

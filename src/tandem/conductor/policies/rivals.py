@@ -1,4 +1,4 @@
-"""The rules of two other routers, as their documents and sources state them."""
+"""The routing rules of SGLang's and Dynamo's routers, by their documents and sources."""
 
 import math
 
@@ -17,10 +17,11 @@ MAX_TREE_KEYS = 1 << 18
 class SglangCacheAware:
     """SGLang's router, policy ``cache_aware``, with its defaults.
 
-    While the numbers of requests differ by more than 64 and by more than half, the instance with
-    the fewest. Else the one with the longest prefix, if that is more than 0.3 of the prompt, and
-    otherwise the one with the smallest tree. Prefixes are those of its own decisions, by blocks
-    instead of characters. Its tree of an instance is cut at a size; here all trees are together.
+    If the numbers of requests differ by more than 64 and by more than half, the instance with the
+    fewest. Otherwise the one with the longest cached prefix, if that is more than 0.3 of the
+    prompt, and else the one with the smallest tree. Prefixes are those of the router's own
+    decisions, here by blocks instead of characters. SGLang limits the size of each instance's tree;
+    here all trees together are limited.
 
     Source: sglang-router 0.3.2, ``policies/cache_aware.rs``.
     """

@@ -14,10 +14,10 @@ __all__ = ["LeastLoaded", "PrefixAware", "RandomChoice", "RoundRobin"]
 
 
 class RandomChoice:
-    """Any instance, each as likely as the others.
+    """A random instance, all with equal probability.
 
     Args:
-        seed: of its own random numbers (splitmix64), so that a run can be repeated.
+        seed: seed of its own random numbers (splitmix64), so that a run can be repeated.
     """
 
     threshold = math.inf
@@ -53,7 +53,9 @@ class RandomChoice:
 
 
 class RoundRobin:
-    """One instance after the other, in the order of rows; prefill and decode each have a turn."""
+    """One instance after the other, in the order of rows; prefill and decode are counted
+    separately.
+    """
 
     threshold = math.inf
 
@@ -87,7 +89,9 @@ def _find_next(rows: IntColumn, last: int) -> int:
 
 
 class LeastLoaded:
-    """The instance with the fewest tokens to compute, and the one with the fewest decodes."""
+    """The instance with the fewest tokens to compute; for decode, the one with the fewest
+    decodes.
+    """
 
     threshold = math.inf
 
@@ -111,15 +115,17 @@ class LeastLoaded:
 
 
 class PrefixAware(LeastLoaded):
-    """The least loaded, where tokens whose KV the instance holds count as computed.
+    """The least loaded instance, where tokens whose KV it already has count as computed.
 
-    Blocks that a decode instance holds need not be read, nor take more room.
+    A decode instance need not read blocks that it has, and they take no further room.
     """
 
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the row with the fewest tokens to compute after its cached prefix."""
+        """Return the row with the fewest tokens to compute, after its cached prefix of the
+        prompt.
+        """
         return _find_least(rows, fleet.queued_tokens[rows] - hits[rows], fleet.num_decoding[rows])
 
     def choose_decode(
@@ -133,7 +139,9 @@ class PrefixAware(LeastLoaded):
 def _find_least(
     rows: IntColumn, first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]
 ) -> int:
-    """Return the row that is least by the first key, then by the second, then the lowest."""
+    """Return the row with the least ``first``; among equals, with the least ``second``, then the
+    lowest.
+    """
     least = first.min()
     ties = np.flatnonzero(first == least)
     if len(ties) > 1:

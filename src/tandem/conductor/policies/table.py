@@ -1,4 +1,4 @@
-"""The policies by the names that ``cluster.policy`` takes."""
+"""The routing policies by name, as ``cluster.policy`` takes them."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -1,1 +1,1 @@
-"""Loads of a server: traces of requests, their records, and the figures of a run."""
+"""Workloads of a server: traces of requests, records of a run, and figures computed from them."""

@@ -1,4 +1,4 @@
-"""From the records of requests to the figures of a run. Pure: no clock, no network."""
+"""The figures of a load test (throughput, latencies, goodput), computed from its records. Pure."""
 
 import math
 from collections import Counter
@@ -12,21 +12,21 @@ __all__ = ["Objectives", "describe", "find_percentile", "summarise"]
 
 
 class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Latencies that a request has to keep, in milliseconds; None is any."""
+    """Limits of a request's latencies in milliseconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
     tbt: float | None = None
-    """Mean of the longest tenth of the times between tokens."""
+    """Limit of the mean of the longest tenth of the times between tokens."""
     e2el: float | None = None
 
     @property
     def is_set(self) -> bool:
-        """True if there is one."""
+        """True if there is any limit."""
         return any(limit is not None for limit in (self.ttft, self.tpot, self.tbt, self.e2el))
 
     def are_kept(self, record: RequestRecord) -> bool:
-        """Return True if a request succeeded within every limit."""
+        """Return True if a request succeeded and kept every limit."""
         figures = (
             (self.ttft, record.ttft_s),
             (self.tpot, record.tpot_s),
@@ -41,7 +41,7 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def find_percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a percentile of sorted values, interpolated between neighbours as numpy's is."""
+    """Return a percentile (``share`` from 0 to 1) of sorted values, interpolated as in numpy."""
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -49,7 +49,7 @@ def find_percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def describe(values_s: Sequence[float]) -> Distribution | None:
-    """Return the distribution of times in seconds; None of no times."""
+    """Return the distribution of times in seconds; None if there are none."""
     if not values_s:
         return None
     ordered = sorted(1000 * value for value in values_s)
@@ -78,12 +78,12 @@ def summarise(
     """Return the figures of a run.
 
     Args:
-        records: of all requests, failed ones too.
-        backend: which of the server's endpoints was asked.
-        dataset_name: of the load.
-        request_rate: as it was asked for.
-        max_concurrency: as it was asked for.
-        objectives: of a request, for goodput.
+        records: records of all requests, failed ones included.
+        backend: name of the server's endpoint that was tested.
+        dataset_name: name of the workload.
+        request_rate: requested rate, requests a second.
+        max_concurrency: requested limit of concurrent requests.
+        objectives: limits that a request must keep to count in goodput.
     """
     good = [record for record in records if not record.error]
     begin = min((record.sent_s for record in records), default=0.0)
@@ -123,7 +123,9 @@ def summarise(
 
 
 def _find_peak(records: Sequence[RequestRecord], begin: float) -> float:
-    """Return the most tokens of one second; an event stands for an equal share of its answer."""
+    """Return the largest number of tokens in one second; an answer's events count equal shares of
+    it.
+    """
     weights: dict[int, float] = {}
     for record in records:
         if not record.event_times_s:
@@ -136,7 +138,7 @@ def _find_peak(records: Sequence[RequestRecord], begin: float) -> float:
 
 
 def _find_most_at_once(records: Sequence[RequestRecord]) -> int:
-    """Return the most requests that were under way together."""
+    """Return the largest number of requests that were in progress at one time."""
     # At equal times, count ends before starts, so that back-to-back requests do not overlap.
     moments = sorted(
         [(record.sent_s, 1) for record in records] + [(record.done_s, -1) for record in records]

@@ -1,8 +1,8 @@
-"""Rows of a trace made of live requests: lengths, moments and hashes, never a token.
+"""Recording a trace of live requests: lengths, times and hashes of prompts, but no tokens.
 
-A hash id is the number of a prefix, in the order in which prefixes were first seen. It is found by
-a digest that is keyed with a secret of the recording, so that nobody who has the trace can test
-which text was asked. Pure: times and secret are arguments.
+A hash id numbers the distinct prefixes in the order in which they were first seen. A prefix is
+recognised by a digest keyed with a secret of the recording, so that nobody who has the trace can
+test if a given text was sent. Pure: times and secret are arguments.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ _DIGEST_BYTES = 16
 
 
 class TraceHasher:
-    """The prefixes of one recording.
+    """The distinct prefixes of one recording, and their hash ids.
 
     Args:
-        secret: of the recording; random, and forgotten with it.
-        block_tokens: that one hash id stands for.
+        secret: random key of the recording, forgotten at its end.
+        block_tokens: number of tokens per hash id.
     """
 
     def __init__(self, secret: bytes, block_tokens: int = BLOCK_TOKENS) -> None:
@@ -32,15 +32,15 @@ class TraceHasher:
     def make_row(
         self, at_s: float, prompt_ids: Sequence[int], output_length: int, realm: str = ""
     ) -> TraceRow:
-        """Return the row of a request.
+        """Return a request's row of the trace.
 
         Args:
-            at_s: its arrival, from the start of the recording.
-            prompt_ids: not empty.
-            output_length: tokens that were generated.
-            realm: requests of different realms share no prefix: adapter and cache salt.
+            at_s: its arrival, in seconds from the start of the recording.
+            prompt_ids: tokens of the prompt; not empty.
+            output_length: number of generated tokens.
+            realm: adapter and cache salt; requests of different realms share no prefix.
 
-        Cost: a digest of the prompt, once.
+        Cost: one digest over the prompt.
         """
         size = self._block_tokens
         parent = self._digest(b"", realm.encode())

@@ -1,6 +1,6 @@
-"""Records of a load test: what was asked, when its tokens came, and the figures over all of it.
+"""Records of a load test: its requests, the times of their tokens, and the figures of a run.
 
-``tandem bench serve`` writes them. Times are seconds of one monotonic clock, from the start of the
+``tandem bench serve`` writes them. Times are seconds on one monotonic clock, from the start of the
 run.
 """
 
@@ -16,54 +16,58 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     index: int
     conversation: int = -1
-    """Requests of one conversation follow each other; -1 is a request of its own."""
+    """Number of its conversation, whose requests follow each other; -1: a request by itself."""
     input_length: int
-    """Tokens of the prompt, by the server's count where it gives one."""
+    """Number of tokens of the prompt, as the server counts them if it reports usage."""
     output_length: int
-    """Tokens that were asked for."""
+    """Number of output tokens that were requested."""
     due_s: float = 0.0
-    """The arrival that the load planned."""
+    """Time at which the workload planned to send it."""
     sent_s: float = 0.0
     event_times_s: list[float] = []
-    """Arrival of each event that brought text."""
+    """Times at which events with text arrived."""
     done_s: float = 0.0
     output_tokens: int = 0
-    """Tokens that came, by the server's count where it gives one, else events."""
+    """Number of output tokens received, as the server counts them if it reports usage; otherwise
+    number of events."""
     cached_tokens: int = 0
     text: str = ""
     error: str = ""
-    """Empty where the request succeeded."""
+    """Text of the error; empty if the request succeeded."""
 
     @property
     def ttft_s(self) -> float:
-        """Time to the first token."""
+        """Seconds from sending to the first token."""
         return self.event_times_s[0] - self.sent_s if self.event_times_s else 0.0
 
     @property
     def latency_s(self) -> float:
-        """Time to the end of the answer."""
+        """Seconds from sending to the end of the answer."""
         return self.done_s - self.sent_s
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first; 0 of an answer of one token."""
+        """Seconds per output token after the first; 0 for an answer of one token."""
         if self.output_tokens < 2 or not self.event_times_s:
             return 0.0
         return (self.event_times_s[-1] - self.event_times_s[0]) / (self.output_tokens - 1)
 
     @property
     def tbt_s(self) -> float:
-        """Mean of the longest tenth of the times between events, as the Mooncake paper has it."""
+        """Mean of the longest tenth of the times between events in seconds, as the Mooncake paper
+        defines it.
+        """
         gaps = sorted(self.gaps_s, reverse=True)
         longest = gaps[: max(len(gaps) // 10, 1)]
         return sum(longest) / len(longest) if longest else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed that the user saw after the first token.
+        """Output tokens per second after the first token.
 
-        Of an answer that came in few events, as text that is held back until it is whole, the
-        first token's time says nothing: then it is that of the whole request.
+        If the answer came in few events, for example because text is held back until it is
+        complete, the time of the first token means nothing; then it is the rate over the whole
+        request.
         """
         events, tokens = len(self.event_times_s), self.output_tokens
         if tokens == 0:
@@ -74,7 +78,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     @property
     def gaps_s(self) -> list[float]:
-        """Times between events: inter-token latencies."""
+        """Seconds between successive events: inter-token latencies."""
         return [b - a for a, b in pairwise(self.event_times_s)]
 
 
@@ -91,12 +95,12 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a run; names as in the JSON of SGLang's client, where it has them."""
+    """The figures of a run; named as in the JSON of SGLang's client, if it has them."""
 
     backend: str
     dataset_name: str
     request_rate: float | None
-    """Requests a second that were asked for; None is all at once."""
+    """Requested rate in requests per second; None: all at once."""
     max_concurrency: int | None
     duration: float
     completed: int
@@ -109,17 +113,17 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     output_throughput: float
     total_throughput: float
     peak_output_throughput: float
-    """Tokens in the fullest second."""
+    """Largest number of output tokens in one second."""
     max_concurrent_requests: int
     concurrency: float
-    """Requests under way on average."""
+    """Mean number of requests in progress."""
     e2e_latency_ms: Distribution | None
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
     itl_ms: Distribution | None
     goodput: float | None
-    """Requests a second that kept every objective; None where none was set."""
+    """Requests per second that kept all objectives; None if there were none."""
     attained: float | None
-    """Share of all requests that kept every objective."""
+    """Share of all requests that kept all objectives; None if there were none."""
     errors: dict[str, int] = {}
-    """First lines of errors, and how many requests had each."""
+    """Number of requests by the first line of their error."""

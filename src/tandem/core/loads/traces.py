@@ -1,7 +1,7 @@
 """Mooncake's format of traces: JSON lines of arrivals, lengths and hashes of blocks, without text.
 
-One reader for the load of ``tandem bench serve`` and for the simulator. Lines are read as they are
-asked for, so that a trace of any length takes no memory.
+``tandem bench serve`` and the simulator use this reader. Lines are read one by one, so that a trace
+of any length needs little memory.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from tandem.core.errors import ConfigError, NotFoundError
 __all__ = ["BLOCK_TOKENS", "TraceRow", "check_divisor", "read_rows", "shrink_rows"]
 
 BLOCK_TOKENS = 512
-"""Tokens that one hash id of a published trace stands for."""
+"""Number of tokens per hash id in published traces."""
 
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 
@@ -25,11 +25,12 @@ class TraceRow(msgspec.Struct, frozen=True, gc=False):
     """A request of a trace."""
 
     timestamp: Annotated[float, Meta(ge=0)]
-    """Milliseconds from the start."""
+    """Arrival in milliseconds from the start of the trace."""
     input_length: Annotated[int, Meta(ge=1)]
     output_length: NonNegativeInt
     hash_ids: Annotated[list[NonNegativeInt], Meta(min_length=1)]
-    """One for each ``BLOCK_TOKENS`` of the prompt, equal where all tokens up to there are."""
+    """One id for each ``BLOCK_TOKENS`` tokens of the prompt. Equal ids mean that all tokens up to
+    there are equal."""
 
 
 _DECODER = msgspec.json.Decoder(TraceRow)
@@ -54,9 +55,9 @@ def read_rows(path: Path) -> Iterator[TraceRow]:
 
 
 def check_divisor(divisor: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Return the tokens of a hash in a trace whose lengths are divided.
+    """Return the number of tokens per hash id in a trace whose lengths are divided by ``divisor``.
 
-    Raises: ConfigError (blocks cannot be divided so).
+    Raises: ConfigError (``block_tokens`` is not a multiple of it).
     """
     if divisor < 1 or block_tokens % divisor:
         what = f"lengths divided by {divisor}: give a divisor of {block_tokens}"
@@ -65,7 +66,7 @@ def check_divisor(divisor: int, block_tokens: int = BLOCK_TOKENS) -> int:
 
 
 def shrink_rows(rows: Iterable[TraceRow], divisor: int) -> Iterator[TraceRow]:
-    """Yield rows with all lengths divided, for a small model; prompts keep a token at least."""
+    """Yield rows with all lengths divided by ``divisor``, for a small model; at least 1."""
     for row in rows:
         if divisor == 1:
             yield row

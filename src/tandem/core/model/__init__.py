@@ -1,1 +1,1 @@
-"""A model as plain data: its layers, and how they are stored and run."""
+"""A model as plain data: what its layers compute, and how they are stored and run."""

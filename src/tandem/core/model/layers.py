@@ -1,7 +1,8 @@
-"""The parts of a model as plain data: what each operator computes, its sizes, the names it reads.
+"""The modules of a model as plain data: what each operator computes, its sizes, its tensors' names.
 
-``tandem.models.planning.describe`` reads them off the modules of a skeleton, once; a ``ModelPlan``
-carries them; serving and training build operators of them and decide nothing again. No torch here.
+``tandem.models.planning.describe`` reads these specs once from the modules of a model skeleton. A
+``ModelPlan`` carries them, and serving and training build operators from them without further
+decisions. No torch here.
 
 Shapes: D hidden, H query heads, K KV heads, d head_dim, F intermediate, E experts, N outputs.
 """
@@ -54,28 +55,28 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 
 class Activation(msgspec.Struct, frozen=True):
-    """The function between gate, up and down: ``f(min(g, limit)) * (clamp(u, limit) + up_offset)``.
+    """The function of gate g and up u: ``f(min(g, limit)) * (clamp(u, limit) + up_offset)``.
 
     The default is SwiGLU's. gpt-oss has ``Activation(alpha=1.702, limit=7.0, up_offset=1.0)``.
     """
 
     name: str = "silu"
-    """``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf), ``gelu_tanh`` or ``relu2``, the square
-    of the positive part."""
+    """The function f: ``silu`` (``g * sigmoid(alpha * g)``), ``gelu`` (erf), ``gelu_tanh`` or
+    ``relu2`` (the square of the positive part)."""
     alpha: float = 1.0
-    """The factor within ``silu``'s sigmoid; positive."""
+    """Factor inside the sigmoid of ``silu``; positive."""
     limit: float | None = None
-    """The gate is at most this, up at most this far from zero; positive, None is no limit."""
+    """Upper limit of the gate, and limit of up's absolute value; positive. None: no limit."""
     up_offset: float = 0.0
 
     @property
     def bound(self) -> float:
-        """The limit as a number: infinity for none."""
+        """The limit as a number; infinity if there is none."""
         return math.inf if self.limit is None else self.limit
 
     @property
     def is_plain(self) -> bool:
-        """True if it is ``f(g) * u``, which dense MLPs run."""
+        """True if it is ``f(g) * u``, the form that dense MLPs support."""
         return self == Activation(self.name)
 
 
@@ -83,22 +84,22 @@ SILU = Activation()
 
 
 class RoutingRule(msgspec.Struct, frozen=True):
-    """From scores of all experts to the chosen ones and their weights."""
+    """The rule by which a router's scores give the chosen experts and their weights."""
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     is_normalised: bool = False
-    """True if the weights of the chosen are scaled to sum to one."""
+    """True if the weights of the chosen experts are scaled to a sum of one."""
     num_groups: int = 1
-    """Equal groups of experts, of which only the ``num_top_groups`` best count: those with the
-    largest sum of their ``num_group_choices`` best choices."""
+    """Number of equal groups of experts. Only experts of the ``num_top_groups`` best groups can be
+    chosen; a group's score is the sum of its ``num_group_choices`` best experts' scores."""
     num_top_groups: int = 1
     num_group_choices: Literal[1, 2] = 2
     weight_scale: float = 1.0
-    """On the weights."""
+    """Factor on the weights of the chosen experts."""
 
     @property
     def native_scoring(self) -> str:
-        """The native router's name of the first two."""
+        """Name of ``scoring`` with ``is_normalised`` in the native router."""
         return f"{self.scoring}_normalised" if self.is_normalised else self.scoring
 
 
@@ -109,12 +110,12 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The parameters of a rotary embedding; names as in a checkpoint's ``rope_parameters``."""
 
     head_dim: Annotated[int, Meta(ge=2)]
-    """Items of a head that are rotated."""
+    """Number of elements of a head that are rotated."""
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "none"] = (
         "default"
     )
-    """``none`` rotates nothing: all angles are 0. ``proportional`` has frequencies as if all of a
-    head were rotated, of which the slow ones are 0."""
+    """``none``: nothing is rotated; all angles are 0. ``proportional``: frequencies as if the whole
+    head were rotated, with the slow ones replaced by 0."""
     rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
     max_position_embeddings: PositiveInt = 2048
     factor: Annotated[float, Meta(gt=0)] = 1.0
@@ -128,17 +129,17 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     low_freq_factor: Annotated[float, Meta(gt=0)] = 1.0
     high_freq_factor: Annotated[float, Meta(gt=0)] = 4.0
     num_angles: NonNegativeInt = 0
-    """Frequencies of ``proportional`` that are not 0."""
+    """Number of frequencies of ``proportional`` that are not 0."""
 
 
 class RotarySpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="rotary"):
     """The rotary embeddings of a model."""
 
     ropes: dict[str, RopeSpec]
-    """By type of layer; one under the empty name where all layers share it. Layers that rotate
-    nothing have the one under ``none``, the last."""
+    """RoPE parameters by type of layer; under the empty name if all layers share them. If some
+    layers rotate nothing, the last entry is ``none``."""
     is_half: bool = False
-    """True if the module gives the angles of half a head, as gpt-oss's does."""
+    """True if the module returns the angles of half a head only, as in gpt-oss."""
 
 
 class NormSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="norm"):
@@ -177,66 +178,70 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     num_kv_heads: PositiveInt
     head_dim: PositiveInt
     scale: float
-    """On the products of queries and keys."""
+    """Factor on the products of queries and keys."""
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     qk_norm: NormSpec | None = None
-    """The norm of queries and keys, over each head, or over all together (its size is H d then)."""
+    """Norm of queries and of keys: over each head, or, if its size is H d, over all heads
+    together."""
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """The checkpoint's projections: one for each of q, k and v, or one that holds them."""
+    """Names of the checkpoint's projections: three, for q, k and v; or one that gives all three."""
     out_name: str = "o_proj"
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
     rope_idx: NonNegativeInt = 0
-    """The RoPE of the layer, among those of the model."""
+    """Index of the layer's RoPE among those of the model."""
     interleaved_size: NonNegativeInt = 0
-    """Items of a head that the checkpoint rotates as neighbours, from the first on."""
+    """Number of leading elements of a head that the checkpoint rotates as pairs of neighbours."""
     window: NonNegativeInt = 0
-    """Tokens that a token sees, itself included; 0 is all."""
+    """Number of tokens that a token attends to (sliding window), itself included; 0: all."""
     chunk: NonNegativeInt = 0
-    """A token sees none before the last multiple of this up to its position; 0 is no border."""
+    """Length of chunked attention: a token attends to no token before the last multiple of it; 0:
+    to all."""
     soft_cap: float = 0.0
-    """A score becomes cap * tanh(score / cap); 0 is none."""
+    """Soft cap of scores: cap * tanh(score / cap); 0: none."""
     has_sinks: bool = False
-    """True if each head has a logit that takes weight and adds nothing."""
+    """True if each head has an attention sink: a logit in the softmax's sum that adds no value."""
     position_scale: PositionScale | None = None
-    """On queries, after they are rotated."""
+    """Factor on queries by position, after their rotation; None: none."""
     has_out_gate: bool = False
-    """True if the projection of a head's queries gives as many more items, whose sigmoid multiplies
-    the head's output."""
+    """True if the query projection gives twice as many outputs, the second half of which are gates:
+    their sigmoid multiplies each head's output."""
     has_value_norm: bool = False
-    """True if each head's values are normed with the epsilon of ``qk_norm``, without a weight."""
+    """True if each head's values get an RMSNorm without weight, with the epsilon of ``qk_norm``."""
     keys_are_values: bool = False
-    """True if the values are the keys as they are projected, before norm and rotation."""
+    """True if the values are the projected keys, before norm and rotation."""
     shares_kv_of: Annotated[int, Meta(ge=-1)] = -1
-    """Number of the layer whose keys and values it reads in place of its own; -1: it has own ones.
-    Such a layer projects queries alone."""
+    """Index of the layer whose keys and values this layer uses; it then projects queries only. -1:
+    it has its own."""
 
     is_norm_plain: bool = False
     """True if the norm of queries and keys has no weight."""
     value_size: NonNegativeInt = 0
-    """Items of a head's value, at most ``head_dim``; 0 is as many. Blocks hold ``head_dim``, the
-    rest of which are zeros."""
+    """Number of elements of a head's value, if smaller than ``head_dim``; 0: ``head_dim``. Blocks
+    store ``head_dim`` elements, filled up with zeros."""
     value_scale: float = 1.0
-    """On values."""
+    """Factor on values."""
 
     @property
     def value_dim(self) -> int:
-        """Items of a head's value."""
+        """Number of elements of a head's value."""
         return self.value_size or self.head_dim
 
     @property
     def reach(self) -> int:
-        """The most tokens that a token sees, itself included; 0 is all."""
+        """Largest number of tokens that a token attends to, itself included; 0: all."""
         return self.window or self.chunk
 
     @property
     def is_rearranged(self) -> bool:
-        """True if what is projected is not yet queries, keys and values of one size each."""
+        """True if the projections' outputs must be rearranged to queries, keys and values of one
+        size.
+        """
         return self.keys_are_values or self.value_dim < self.head_dim
 
     @property
     def num_projected(self) -> int:
-        """Outputs of the projections: queries, gates of outputs, keys and values."""
+        """Number of outputs of the projections: queries, output gates, keys and values."""
         queries = self.num_heads * self.head_dim * (2 if self.has_out_gate else 1)
         if self.shares_kv_of >= 0:
             return queries
@@ -245,148 +250,158 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
     @property
     def is_full_norm(self) -> bool:
-        """True if queries are normed over all heads together, not over each."""
+        """True if the norm of queries is over all heads together."""
         return self.qk_norm is not None and self.qk_norm.size != self.head_dim
 
 
 class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The index by which attention chooses the tokens it attends to (DeepSeek Sparse Attention).
+    """The index of sparse attention, which chooses the tokens to attend to (DeepSeek Sparse
+    Attention).
 
     A token's score is ``sum over heads of weight * relu(query . key)``; all heads share a key.
     """
 
     num_heads: PositiveInt
     dim: PositiveInt
-    """Items of a query's head and of a key, of which the first are rotated."""
+    """Number of elements of a key, and of one head's query; the leading ones are rotated."""
     norm_eps: float
-    """The epsilon of the keys' LayerNorm."""
+    """Epsilon of the keys' LayerNorm."""
     is_interleaved: bool = False
-    """True if the checkpoint's rotated items are pairs of neighbours."""
+    """True if the checkpoint rotates pairs of neighbouring elements."""
 
     @property
     def scale(self) -> float:
-        """The factor on the scores: of the size of a head, and of their number."""
+        """Factor on the scores: 1 / sqrt(dim * num_heads)."""
         return float(self.dim**-0.5 * self.num_heads**-0.5)
 
 
 class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mla"):
-    """Multi-head latent attention of a layer; no key or value is expanded."""
+    """Multi-head latent attention of a layer, computed on latents without expanding keys and
+    values.
+    """
 
     hidden_size: PositiveInt
     num_heads: PositiveInt
     rank: PositiveInt
-    """Items of the latent that keys and values are made of."""
+    """Number of elements of the latent from which keys and values are made."""
     rope: PositiveInt
-    """Items of a query or key that are rotated; even."""
+    """Number of elements of a query or key that are rotated; even."""
     nope: PositiveInt
-    """Items of a query that are not rotated."""
+    """Number of elements of a query that are not rotated."""
     value: PositiveInt
-    """Items of a head's value."""
+    """Number of elements of a head's value."""
     q_rank: NonNegativeInt = 0
-    """Items of the queries' own compression; 0 is none."""
+    """Number of elements of the compressed query; 0: queries are not compressed."""
     scale: float
-    """On the products, YaRN's correction included."""
+    """Factor on the products of queries and keys, YaRN's correction included."""
     norm_eps: float
-    """The epsilon of the norms of the latent and of compressed queries."""
+    """Epsilon of the norms of the latent and of the compressed query."""
     has_bias: bool = False
-    """True if the first projections, but for uncompressed queries, and the output have biases."""
+    """True if the output projection and the first projections have biases; a query projection
+    without compression has none."""
     is_interleaved: bool = True
-    """True if the checkpoint's rotated items are pairs of neighbours."""
+    """True if the checkpoint rotates pairs of neighbouring elements."""
     rope_idx: NonNegativeInt = 0
-    """The RoPE of the layer, among those of the model."""
+    """Index of the layer's RoPE among those of the model."""
     position_scale: PositionScale | None = None
-    """On queries, after they are rotated."""
+    """Factor on queries by position, after their rotation; None: none."""
     top: NonNegativeInt = 0
-    """Tokens that a token attends to, chosen by an index from itself and those before it; all of
-    these where they are no more. 0 is all."""
+    """Number of tokens that a token attends to, chosen by an index among itself and earlier tokens;
+    all of them if there are fewer. 0: always all."""
     index: IndexSpec | None = None
-    """The layer's own index. None with a ``top``: it attends to what the last layer with an index
-    chose."""
+    """Index of this layer. None although ``top`` is not 0: the layer uses the choice of the last
+    layer with an index."""
     gives_choice: bool = False
-    """True if transformers' layers return the choice beside the result."""
+    """True if transformers' layer returns the chosen tokens beside its output."""
 
     @property
     def head(self) -> int:
-        """Items of a query."""
+        """Number of elements of one head's query."""
         return self.nope + self.rope
 
     @property
     def key(self) -> int:
-        """Items of a token in the cache."""
+        """Number of elements of one token in the KV cache."""
         return self.rank + self.rope
 
     @property
     def first_product(self) -> int:
-        """Outputs of the first product for queries: compressed ones, or all heads'."""
+        """Number of outputs of the first query projection: the compressed query, or all heads'
+        queries.
+        """
         return self.q_rank or self.num_heads * self.head
 
 
 class GatedDeltaSpec(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="gated_delta"
 ):
-    """A gated delta rule (Gated DeltaNet) of a layer, which keeps a state in place of KV."""
+    """A gated delta rule (Gated DeltaNet) of a layer, which keeps a recurrent state instead of
+    KV.
+    """
 
     hidden_size: PositiveInt
     num_k_heads: PositiveInt
     num_v_heads: PositiveInt
-    """A multiple of ``num_k_heads``: each key head serves as many consecutive value heads."""
+    """Number of value heads, a multiple of ``num_k_heads``: each key head serves consecutive value
+    heads."""
     key_dim: PositiveInt
-    """Items of a head's key."""
+    """Number of elements of a head's key."""
     value_dim: PositiveInt
-    """Items of a head's value."""
+    """Number of elements of a head's value."""
     conv_width: PositiveInt
-    """Inputs that an output of the short convolution sees."""
+    """Width of the short convolution: number of inputs per output."""
     norm_eps: float
     norm_offset: float = 0.0
-    """Added to the weight of the norm of each head's output."""
+    """Constant added to the weight of the norm of each head's output."""
     beta_scale: float = 1.0
-    """The factor on the sigmoid that says how far an update goes."""
+    """Factor on the sigmoid of b, which is the strength of an update of the state."""
     gate: Literal["silu", "sigmoid"] = "silu"
-    """The function of z, on the normed output."""
+    """Function of z, which multiplies the normed output."""
     qkvz_names: tuple[str, ...]
-    """The checkpoint's projections to queries, keys, values and z, one after the other."""
+    """Names of the checkpoint's projections whose outputs are queries, keys, values and z, in this
+    order."""
     ba_names: tuple[str, ...]
-    """Those to b and a, the inputs of the gates."""
+    """Names of the checkpoint's projections whose outputs are b and a, the inputs of the gates."""
     is_by_key_head: bool = False
-    """True if each of these has the rows of a key head together."""
+    """True if the checkpoint's projections have the rows of one key head together."""
     norm_name: str = "norm"
     out_name: str = "out_proj"
 
     @property
     def all_keys(self) -> int:
-        """Items of the keys of all heads."""
+        """Number of elements of all heads' keys."""
         return self.num_k_heads * self.key_dim
 
     @property
     def all_values(self) -> int:
-        """Items of the values of all heads."""
+        """Number of elements of all heads' values."""
         return self.num_v_heads * self.value_dim
 
     @property
     def num_channels(self) -> int:
-        """Channels of the convolution: all queries, keys and values."""
+        """Number of channels of the convolution: all queries, keys and values."""
         return 2 * self.all_keys + self.all_values
 
     @property
     def state_sizes(self) -> StateSizes:
-        """The sizes of the state."""
+        """Sizes of the layer's recurrent state."""
         return StateSizes(
             self.num_v_heads, self.key_dim, self.value_dim, self.num_channels, self.conv_width
         )
 
 
 AttentionSpec = GqaSpec | MlaSpec
-"""A mixer that keeps KV."""
+"""A token mixer that keeps KV."""
 
 StateMixerSpec = GatedDeltaSpec | KimiDeltaSpec | ShortConvSpec | Mamba2Spec
-"""A mixer that keeps a state in place of KV."""
+"""A token mixer that keeps a recurrent state instead of KV."""
 
 MixerSpec = GqaSpec | MlaSpec | GatedDeltaSpec | KimiDeltaSpec | ShortConvSpec | Mamba2Spec
-"""The part of a layer that mixes tokens."""
+"""The token mixer of a layer: attention or a recurrence."""
 
 
 class LinearSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="linear"):
-    """One matrix [N, K] and its bias."""
+    """A linear layer: one matrix [N, K], and perhaps a bias."""
 
     in_features: PositiveInt
     out_features: PositiveInt
@@ -396,7 +411,9 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 class FrozenLinearSpec(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frozen_linear"
 ):
-    """One matrix [N, K] that is packed while adapters are trained, and its bias."""
+    """A linear layer whose matrix [N, K] is packed and not trained, while adapters are; perhaps
+    with bias.
+    """
 
     in_features: PositiveInt
     out_features: PositiveInt
@@ -406,13 +423,15 @@ class FrozenLinearSpec(
 class FrozenGatedDeltaSpec(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frozen_gated_delta"
 ):
-    """A gated delta rule of transformers whose recurrence has a native gradient."""
+    """A gated delta rule that runs by transformers' module, with a native gradient of its
+    recurrence.
+    """
 
     rule: GatedDeltaSpec | KimiDeltaSpec
 
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="head"):
-    """The projection to the vocabulary."""
+    """The projection of hidden states to logits."""
 
     in_features: PositiveInt
     out_features: PositiveInt
@@ -420,13 +439,13 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     is_tied: bool = False
     """True if its weight is the embedding's."""
     soft_cap: float = 0.0
-    """A logit becomes cap * tanh(logit / cap); 0 is none."""
+    """Soft cap of logits: cap * tanh(logit / cap); 0: none."""
     scale: float = 1.0
-    """On the logits."""
+    """Factor on the logits."""
 
 
 class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="embedding"):
-    """Rows by token id."""
+    """A table of embeddings, one row for each token id."""
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
@@ -434,42 +453,43 @@ class EmbeddingSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
-    """A dense MLP, or the experts that every token uses."""
+    """A dense MLP, or the shared experts, which every token uses."""
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
     has_bias: bool = False
     activation: Activation | None = SILU
-    """None where no operator of ours has the model's."""
+    """Activation; None if no operator of ours implements the model's."""
     gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
-    """The checkpoint's: gate and up, or one matrix that holds both; up alone without a gate."""
+    """Names of the checkpoint's projections: gate and up; one matrix for both; or, without a gate,
+    up alone."""
     down_name: str = "down_proj"
     is_gated: bool = True
-    """False if it is ``down(f(up(x)))``."""
+    """False if the MLP is ``down(f(up(x)))``."""
 
     @property
     def num_up_rows(self) -> int:
-        """Rows of gate and up together."""
+        """Number of rows of gate and up together."""
         return (1 + self.is_gated) * self.intermediate_size
 
 
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="router"):
-    """A linear score of each expert, and the rule that chooses by it."""
+    """A router: a linear score of each expert, and the rule that chooses by it."""
 
     hidden_size: PositiveInt
     num_experts: PositiveInt
     top_k: PositiveInt
     rule: RoutingRule = SOFTMAX
     has_bias: bool = False
-    """True if the score has a bias, which counts for choice and weights."""
+    """True if the scores have a bias, which affects both choice and weights."""
     norm_eps: float | None = None
-    """Epsilon of an RMSNorm of the router's own input, whose weight is called ``scale``; None is no
-    norm. The scores are of ``proj`` then, and are divided by the root of the hidden size."""
+    """Epsilon of an RMSNorm on the router's input, whose weight is named ``scale``; None: no norm.
+    With a norm, the scores are those of ``proj``, divided by the square root of the hidden size."""
     has_expert_scale: bool = False
-    """True if each expert has a factor on its weights, called ``per_expert_scale``."""
+    """True if each expert has a factor on its weight, named ``per_expert_scale``."""
     choice_bias: str = ""
-    """The checkpoint's name, below the router's parent, of a bias that counts for the choice alone;
-    empty is none."""
+    """The checkpoint's name, below the router's parent module, of a bias that affects the choice
+    only; empty: none."""
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="experts"):
@@ -478,58 +498,64 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     num_experts: PositiveInt
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
-    """F of one expert."""
+    """Intermediate size (F) of one expert."""
     activation: Activation = SILU
     has_bias: bool = False
     is_transposed: bool = False
-    """True if the checkpoint holds inputs first: gate_up [E, D, 2 F], down [E, F, D], where the
-    outputs of gate and up take turns."""
+    """True if the checkpoint stores matrices as [inputs, outputs]: gate_up [E, D, 2 F], down [E, F,
+    D]. The outputs of gate and up then alternate, unless ``has_halves``."""
     has_halves: bool = False
-    """True if, of such a checkpoint, those of gate come before those of up."""
+    """True if, in a checkpoint with ``is_transposed``, all outputs of gate come before those of
+    up."""
     scales_input: bool = False
-    """True if a router's weight multiplies an expert's input, not its output."""
+    """True if a router's weight multiplies the expert's input and not its output."""
     is_gated: bool = True
     """False if an expert is ``down(f(up(x)))``."""
 
     @property
     def gate_up_rows(self) -> tuple[slice, slice]:
-        """The outputs of gate and of up among those of both in the checkpoint."""
+        """Positions of gate's and of up's outputs in the checkpoint's joint matrix."""
         if self.is_transposed and not self.has_halves:
             return slice(0, None, 2), slice(1, None, 2)
         return slice(0, self.intermediate_size), slice(self.intermediate_size, None)
 
 
 class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe_block"):
-    """The parts of a block of experts, by the checkpoint's names."""
+    """The parts of a mixture-of-experts block, by their names in the checkpoint."""
 
     gate_name: str
     shared_name: str = ""
-    """The name of the experts that every token uses; empty is none."""
+    """Name of the shared experts, which every token uses; empty: there are none."""
     shared_gate_name: str = ""
-    """The name of a score whose sigmoid multiplies their output; empty is none."""
+    """Name of a projection to one score, whose sigmoid multiplies the shared experts' output;
+    empty: none."""
     is_pair: bool = False
-    """True if the block returns its weights as well, as gpt-oss's layers want it."""
+    """True if the block returns the router's weights beside its output, as gpt-oss's layers
+    expect."""
 
 
 class DecoderLayerSpec(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="decoder_layer"
 ):
-    """A whole layer, whose parts are operators of ours."""
+    """A decoder layer all of whose parts are operators of ours."""
 
     norms: tuple[str, str, str, str]
-    """Names of the norms before and after attention, before and after the MLP; empty is none."""
+    """Names of four norms: before and after attention, before and after the MLP; empty: no such
+    norm."""
     mixer_name: str = "self_attn"
-    """The part that mixes tokens."""
+    """Name of the token mixer."""
     mlp_name: str = "mlp"
     scale_name: str = ""
-    """The name of a factor on what the layer returns, one number; empty is none."""
+    """Name of a scalar factor on the layer's output; empty: none."""
     beside_norms: tuple[str, ...] = ()
-    """Names of the norms after the MLP, before the experts and after them, where experts run beside
-    the MLP on the same residual; their sum goes through the last of ``norms``. Empty is none."""
+    """For experts that run beside the MLP on the same residual: names of the norms after the MLP,
+    before the experts and after the experts. The sum of both goes through the last of ``norms``.
+    Empty: none."""
     input_norm: str = ""
-    """The name of the norm after what the layer adds of an input of its own; empty is none."""
+    """Name of the norm after the contribution of a per-layer input; empty: the layer has no such
+    input."""
     input_activation: str = "silu"
-    """On the gate of that input."""
+    """Activation of the gate on the per-layer input."""
 
 
 OperatorSpec = (
@@ -553,4 +579,4 @@ OperatorSpec = (
     | MoeBlockSpec
     | DecoderLayerSpec
 )
-"""Everything that an operator is built of, but the format of its weights."""
+"""Everything from which an operator is built, except the format of its weights."""

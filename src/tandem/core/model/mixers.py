@@ -1,4 +1,4 @@
-"""Mixers with a state as plain data, and the size of what they keep in place of KV. No torch here.
+"""Token mixers with a recurrent state, as plain data, and the sizes of their states. No torch here.
 
 Shapes: D hidden.
 """
@@ -15,16 +15,18 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 
 class StateSizes(msgspec.Struct, frozen=True):
-    """The sizes of a layer's state: a matrix for each head, and the inputs of its convolution."""
+    """The sizes of a layer's recurrent state: a matrix per head, and the last inputs of its
+    convolution.
+    """
 
     num_heads: NonNegativeInt
-    """Heads that have a matrix; 0 where a layer keeps the inputs of its convolution alone."""
+    """Number of heads with a matrix; 0 if the state is the convolution's inputs only."""
     key_dim: NonNegativeInt
     value_dim: NonNegativeInt
     num_channels: PositiveInt
-    """Channels of the convolution."""
+    """Number of channels of the convolution."""
     conv_width: PositiveInt
-    """Inputs that an output of it sees."""
+    """Width of the convolution: number of inputs per output."""
 
 
 class ShortConvSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="short_conv"):
@@ -32,7 +34,7 @@ class ShortConvSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
     hidden_size: PositiveInt
     conv_width: Annotated[int, Meta(ge=2)]
-    """Products B * x that an output of the convolution sees."""
+    """Width of the convolution: number of products B * x per output."""
     has_bias: bool = False
     """True if the projections and the convolution have biases."""
     in_name: str = "in_proj"
@@ -41,83 +43,88 @@ class ShortConvSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
     @property
     def state_sizes(self) -> StateSizes:
-        """The sizes of the state."""
+        """Sizes of the layer's recurrent state."""
         return StateSizes(0, 0, 0, self.hidden_size, self.conv_width)
 
 
 class Mamba2Spec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="mamba2"):
-    """A state space of a layer (Mamba2), between one projection and another.
+    """A state space model of a layer (Mamba2), between an input and an output projection.
 
-    The first gives z, then x of all heads, B and C of all groups, and the time steps of the heads.
+    The input projection gives z, then x of all heads, B and C of all groups, and the heads' time
+    steps.
     """
 
     hidden_size: PositiveInt
     num_heads: PositiveInt
-    """A multiple of ``num_groups``."""
+    """Number of heads, a multiple of ``num_groups``."""
     head_dim: PositiveInt
     num_groups: PositiveInt
-    """Groups of B and C, and of the norm; each serves as many consecutive heads."""
+    """Number of groups of B and C, and of the norm; each group serves consecutive heads."""
     state_dim: PositiveInt
-    """Items of a B or C."""
+    """Number of elements of a group's B or C."""
     conv_width: Annotated[int, Meta(ge=2)]
-    """Inputs that an output of the convolution sees."""
+    """Width of the convolution: number of inputs per output."""
     has_conv_bias: bool = False
     has_bias: bool = False
     """True if the projections have biases."""
     norm_eps: float
     dt_min: float = 0.0
-    """The smallest time step."""
+    """Lower limit of the time step."""
     dt_max: float | None = None
-    """The largest; None is no limit."""
+    """Upper limit of the time step; None: no limit."""
 
     @property
     def num_values(self) -> int:
-        """Items of x of all heads."""
+        """Number of elements of x in all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def num_channels(self) -> int:
-        """Channels of the convolution: x, B and C."""
+        """Number of channels of the convolution: x, B and C."""
         return self.num_values + 2 * self.num_groups * self.state_dim
 
     @property
     def state_sizes(self) -> StateSizes:
-        """The sizes of the state: that of a gated delta rule whose keys are B."""
+        """Sizes of the layer's recurrent state, which is that of a gated delta rule with B as
+        keys.
+        """
         return StateSizes(
             self.num_heads, self.state_dim, self.head_dim, self.num_channels, self.conv_width
         )
 
 
 class KimiDeltaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="kimi_delta"):
-    """Kimi delta attention of a layer: a gated delta rule whose items of a key decay apart.
+    """Kimi delta attention of a layer: a gated delta rule with a separate decay for each key
+    element.
 
-    Decays and the gate of the output are made in two products each, through a narrow waist.
+    The decays and the output gate are each computed by two projections with a small size between
+    them.
     """
 
     hidden_size: PositiveInt
     num_heads: PositiveInt
     head_dim: PositiveInt
-    """Items of a head's query, key and value."""
+    """Number of elements of a head's query, key and value."""
     conv_width: PositiveInt
-    """Inputs that an output of the short convolution sees."""
+    """Width of the short convolution: number of inputs per output."""
     decay_waist: PositiveInt
-    """Items between the two products that give decays."""
+    """Size between the two projections that give the decays."""
     gate_waist: PositiveInt
-    """Items between the two products that give the gate."""
+    """Size between the two projections that give the output gate."""
     norm_eps: float
 
     @property
     def num_values(self) -> int:
-        """Items of the values of all heads, and of their queries and keys."""
+        """Number of elements of the values of all heads; the same for queries and keys."""
         return self.num_heads * self.head_dim
 
     @property
     def num_channels(self) -> int:
-        """Channels of the convolution: all queries, keys and values."""
+        """Number of channels of the convolution: all queries, keys and values."""
         return 3 * self.num_values
 
     @property
     def state_sizes(self) -> StateSizes:
-        """The sizes of the state."""
+        """Sizes of the layer's recurrent state."""
         size = self.head_dim
         return StateSizes(self.num_heads, size, size, self.num_channels, self.conv_width)

@@ -1,8 +1,8 @@
-"""A model as it will be stored and run, as data: made once, read by planning, sizing and loading.
+"""The plan of a model: how it will be stored and run, as plain data.
 
 ``tandem.models.planning.planner`` makes a ``ModelPlan`` from the configuration, the rules and the
-modules of the skeleton, without reading a weight. `tandem plan` and `tandem serve --dry-run` print
-it, the engine sizes memory by it, ``load_model`` obeys it. No torch here.
+modules of the model skeleton, without reading a weight. `tandem plan` and `tandem serve --dry-run`
+print it, the engine sizes memory by it, and ``load_model`` carries it out. No torch here.
 
 Shapes: E experts, F intermediate, D hidden, N outputs, K inputs.
 """
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 NO_FORMAT = "none"
-"""The format of tensors in the model's dtype."""
+"""Name of the format of tensors that are stored in the model's dtype."""
 
 WHOLE_PROMPT = 1 << 60
-"""A piece that no prompt fills."""
+"""Piece length that means that a prompt is not cut; longer than any prompt."""
 
 MatrixRole = Literal[
     "embedding",
@@ -61,154 +61,164 @@ MatrixRole = Literal[
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="moe"):
-    """Routed experts, their router, and the experts that every token uses."""
+    """A mixture of experts: routed experts, their router, and shared experts, which every token
+    uses.
+    """
 
     num_experts: PositiveInt
     top_k: PositiveInt
     intermediate_size: PositiveInt
-    """F of one routed expert."""
+    """Intermediate size (F) of one routed expert."""
     shared_intermediate_size: NonNegativeInt = 0
-    """F of the experts that every token uses, together; 0 is none."""
+    """Intermediate size of all shared experts together; 0: there are none."""
     has_bias: bool = False
     router: RouterSpec | None = None
-    """None where no operator of ours chooses as the model does."""
+    """Router; None if no operator of ours chooses experts as the model does."""
     experts: ExpertsSpec | None = None
-    """None where no operator of ours computes what the model's experts do."""
+    """Routed experts; None if no operator of ours computes what the model's do."""
 
 
 class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One matrix, or all those of a layer's experts, as it is stored in memory."""
+    """One matrix, or the matrices of all experts of a layer, as stored in memory."""
 
     module: str
-    """The module that holds it, after the rules."""
+    """Name of the module that holds it, after the rules have replaced modules."""
     role: MatrixRole
     shape: tuple[int, ...]
-    """[N, K], stacked where one product computes several; of experts [E, 3 F, D]; of matrices that
-    each head has one of [H, N, K]."""
+    """[N, K], with matrices stacked that one product computes together; [E, 3 F, D] for experts;
+    [H, N, K] if each head has a matrix."""
     weight_format: str
     device: str
-    """The device that holds it and computes with it."""
+    """Device that stores it and computes with it."""
     size_bytes: NonNegativeInt
-    """Bytes as stored, scales and padding included; 0 where it is another matrix's memory."""
+    """Bytes as stored, with scales and padding; 0 if it shares another matrix's memory."""
     plain_bytes: NonNegativeInt
-    """The same in the model's dtype."""
+    """Bytes that it would take in the model's dtype."""
     reason: str
     stored_bytes: NonNegativeInt = 0
-    """The same in a checkpoint that has codes; 0 where it has not, or is not there."""
+    """Bytes in the checkpoint, if it is quantized there; otherwise 0, as without a checkpoint."""
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A linear module of the checkpoint that takes LoRA adapters."""
+    """A linear module of the checkpoint to which LoRA adapters can be applied."""
 
     module: str
-    """Dotted path."""
+    """Dotted path of the module."""
     in_features: PositiveInt
     out_features: PositiveInt
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder layer: its parts, how their matrices are stored, and where adapters go."""
+    """One decoder layer: its parts, the storage of its matrices, and the modules that take
+    adapters.
+    """
 
     index: NonNegativeInt
     mixer: MixerSpec | None
-    """None where a layer is an MLP, or experts, alone."""
+    """Token mixer; None if the layer is only an MLP or experts."""
     rope: RopeSpec | None
-    """None where no operator of ours has the model's angles."""
+    """RoPE; None if no operator of ours computes the model's angles."""
     mlp: MlpSpec | MoeSpec | None
-    """None where a layer mixes tokens alone."""
+    """MLP or experts; None if the layer is only a token mixer."""
     matrices: tuple[MatrixPlan, ...] = ()
-    """Every matrix of the layer; empty where only the layer's kind was asked for."""
+    """All matrices of the layer; empty in a ``kind``."""
     adapters: tuple[AdapterPlace, ...] = ()
 
     @property
     def kind(self) -> "LayerSpec":
-        """The layer without its number and names: equal for layers that do the same work."""
+        """This layer without index, matrices and adapters: equal for layers that compute the
+        same.
+        """
         return msgspec.structs.replace(self, index=0, matrices=(), adapters=())
 
 
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The fate of one module of the skeleton."""
+    """The operator that replaces one module of the skeleton, or the reason why the module stays."""
 
     module: str
-    """Dotted path."""
+    """Dotted path of the module."""
     class_name: str
     operator: str
-    """The operator in its place, or ``default`` where the skeleton's module stays."""
+    """Name of the operator that replaces it, or ``default`` if the skeleton's module stays."""
     spec: OperatorSpec | None = None
-    """The operator's sizes and names; None where the skeleton's module stays."""
+    """Spec of the operator; None if the skeleton's module stays."""
     rule: str = ""
-    """``file:line`` of the rule that took it; empty for none."""
+    """``file:line`` of the rule that applied; empty: none."""
     weight_format: str = NO_FORMAT
-    """The format of the matrices that the operator holds."""
+    """Weight format of the operator's matrices."""
     score_format: str = NO_FORMAT
-    """The same of those of its matrices that score or gate, one that loses nothing."""
+    """Weight format of its matrices that score or gate; one without loss."""
     keeps_codes: bool = False
-    """True if matrices that the checkpoint has in codes keep them, each in a format of its own."""
+    """True if matrices that are quantized in the checkpoint keep their codes, each in its own
+    format."""
     owner: str = ""
-    """The module above, whose operator took its weights; empty for none."""
+    """Path of the parent module whose operator took its weights; empty: none."""
     note: str = ""
-    """For people: a device that is not here, why a layer is not fused."""
+    """Remark for users, such as a missing device or the reason why a layer is not fused."""
     problem: str = ""
-    """Why the model cannot be loaded like this; empty for none."""
+    """Reason why the model cannot be loaded by this plan; empty: none."""
 
 
 class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The format of a kind of matrices where no rule says otherwise."""
+    """The weight format of a kind of matrices, unless a rule says otherwise, with the reason."""
 
     weight_format: str
     reason: str
 
 
 class ExpertTierPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory for routed experts that lie on disk."""
+    """The memory that caches routed experts, which lie on disk."""
 
     num_slots: PositiveInt
-    """Experts of each layer that memory holds."""
+    """Number of experts of each layer that fit in memory."""
     num_layers: PositiveInt
-    """Layers with routed experts."""
+    """Number of layers with routed experts."""
     num_staged: PositiveInt
-    """Places for experts that pass by, of all layers together."""
+    """Number of places, for all layers together, for experts that are used once and not kept."""
     slot_bytes: PositiveInt
     """Bytes of a place for one expert."""
     policy: str
-    """Name of the policy that gives slots to experts."""
+    """Name of the cache policy that assigns slots to experts."""
     depth: PositiveInt
-    """Reads that the disk has at a time."""
+    """Number of concurrent reads from the disk."""
     part_bytes: PositiveInt
-    """Bytes of one of these."""
+    """Bytes of one read from the disk."""
     read_rate: float
-    """Bytes a second that the disk gave at this depth; 0 where nothing could be measured."""
+    """Measured rate of the disk at this depth, bytes a second; 0 if it could not be measured."""
     missed_bytes: float
-    """Bytes that a token reads from disk, if all experts are chosen as often."""
+    """Bytes that a token reads from disk on average, if all experts are chosen equally often."""
     reason: str
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all places."""
+        """Bytes of all slots and places together."""
         return (self.num_slots * self.num_layers + self.num_staged) * self.slot_bytes
 
 
 class OwnModules(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that runs by transformers' own modules, each sequence with a cache object."""
+    """A model that runs by transformers' own modules, with a cache object for each sequence."""
 
     reason: str
-    """Why no operators of ours run it."""
+    """Reason why our operators do not run it."""
     piece: PositiveInt
-    """Tokens that a prefill feeds at a time, counted from token 0; ``WHOLE_PROMPT``: all of it."""
+    """Number of tokens that a prefill computes at a time, counted from token 0; ``WHOLE_PROMPT``:
+    all."""
     token_bytes: NonNegativeInt
-    """Bytes that a token adds to a cache object."""
+    """Bytes that each token adds to a cache object."""
     fixed_bytes: NonNegativeInt
-    """Bytes of a cache object that do not grow with the tokens."""
+    """Bytes of a cache object that do not depend on the number of tokens."""
     has_our_experts: bool = False
-    """True if routed experts are our operators, where a layer has such that these compute."""
+    """True if routed experts run by our operators, in layers whose experts these can compute."""
 
     @property
     def is_cut(self) -> bool:
-        """True if a prefill is fed in pieces, so that copies of its cache are worth keeping."""
+        """True if a prefill is computed in pieces, so that copies of its cache object are worth
+        keeping.
+        """
         return self.piece < WHOLE_PROMPT
 
     def describe(self) -> str:
-        """Return how a sequence is fed, in words."""
+        """Return in words into which pieces a prompt is cut."""
         if not self.is_cut:
             return "a prompt at once"
         return "token by token" if self.piece == 1 else f"in pieces of {self.piece} tokens"
@@ -219,80 +229,90 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     folder: str
     spec: ModelSpec
-    """With the dtype that the model runs in, and counts of the skeleton's parameters."""
+    """Spec of the model, with the dtype that it runs in and the parameters counted in the
+    skeleton."""
     device: str
     config: dict[str, str]
-    """Fields of the configuration that change values; see ``KvIdentity``."""
+    """Fields of the configuration that affect computed values; see ``KvIdentity``."""
     layers: tuple[LayerSpec, ...]
     modules: tuple[ModulePlan, ...]
     other_matrices: tuple[MatrixPlan, ...]
-    """The matrices that belong to no layer: embedding and head."""
+    """Matrices outside the layers: embedding and head."""
     vector_bytes: NonNegativeInt
-    """Bytes of all other weights: norms, biases, sinks."""
+    """Bytes of all weights that are not matrices: norms, biases, sinks."""
     experts: FormatChoice
     linear: FormatChoice
-    """Attention's projections, dense MLPs and the head."""
+    """Format of attention's projections, dense MLPs and the head."""
     router: FormatChoice
-    """The routers' scores, in a format that loses nothing."""
+    """Format of the routers' matrices; one without loss."""
     expert_parts: PositiveInt
-    """Shares of packed experts, each copied to memory of a NUMA node; 1 leaves them mapped."""
+    """Number of parts of the packed experts, each copied to the memory of one NUMA node; 1: not
+    copied."""
     expert_device: str = "cpu"
-    """The device of the routed experts, which may be the host while the model's is a GPU."""
+    """Device of the routed experts, which may be the host even if the model's device is a GPU."""
     packed_cache: str
-    """The place of packed experts: a folder, ``off`` or ``auto``."""
+    """Location of the file of packed experts: a folder, ``off`` or ``auto``."""
     tier: ExpertTierPlan | None = None
-    """The routed experts lie on disk, and this is what memory holds of them; None: all of them."""
+    """Cache of the routed experts, if they lie on disk; None: all are in memory."""
     own: OwnModules | None = None
-    """Transformers' own modules run it; None: operators do. There are no ``layers`` then."""
+    """Set if the model runs by transformers' own modules; ``layers`` is empty then. None: it runs
+    by our operators."""
     num_deferred_experts: NonNegativeInt = 0
-    """Experts of an output token that are added one layer later, the least weighted."""
+    """Number of experts of an output token, those of least weight, whose output is added one layer
+    later."""
     notes: tuple[str, ...] = ()
-    """Parts of the checkpoint that are not used, and why."""
+    """Unused parts of the checkpoint, with reasons."""
     unused_rules: tuple[str, ...] = ()
     """``file:line`` of rules that matched no module."""
     shadowed_rules: dict[str, tuple[str, ...]] = {}
-    """Rules that earlier ones took all modules from, each with those rules."""
+    """Rules without effect because earlier rules took all their modules, each with those rules."""
 
     @property
     def matrices(self) -> tuple[MatrixPlan, ...]:
-        """Every matrix, those of the layers first."""
+        """All matrices, those of the layers first."""
         own = [matrix for layer in self.layers for matrix in layer.matrices]
         return (*own, *self.other_matrices)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights as they are stored."""
+        """Bytes of all weights as stored."""
         return sum(matrix.size_bytes for matrix in self.matrices) + self.vector_bytes
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of the routed experts as they are stored."""
+        """Bytes of the routed experts as stored."""
         return sum(matrix.size_bytes for matrix in self.matrices if matrix.role == "experts")
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the weights that lie in the host's memory."""
+        """Bytes of the weights in the host's memory."""
         if self.device == "cpu":
             return self.weight_bytes
         return self.expert_bytes if self.expert_device == "cpu" else 0
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of weights that memory holds."""
+        """Bytes of weights in memory: for experts on disk, their slots."""
         if self.tier is None:
             return self.weight_bytes
         return self.weight_bytes - self.expert_bytes + self.tier.size_bytes
 
     @property
     def stored_bytes(self) -> tuple[int, int]:
-        """Bytes here, and in the checkpoint, of the matrices that products read there and here."""
+        """Bytes in memory, and bytes in the checkpoint, of matrices that the checkpoint has
+        quantized.
+
+        Embedding and routers are left out.
+        """
         other = ("embedding", "router")
         coded = [m for m in self.matrices if m.stored_bytes and m.role not in other]
         return sum(m.size_bytes for m in coded), sum(m.stored_bytes for m in coded)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of matrices that one token reads: of routed experts those that are chosen."""
+        """Bytes of matrices that computing one token reads; of routed experts, only the chosen
+        ones.
+        """
         top_k = {
             layer.mlp.num_experts: layer.mlp.top_k
             for layer in self.layers
@@ -311,10 +331,10 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_native(self) -> bool:
-        """True if native kernels run every product; embeddings are looked up."""
+        """True if native kernels compute every matrix product."""
         return all(m.weight_format != NO_FORMAT or m.role == "embedding" for m in self.matrices)
 
     @property
     def formats(self) -> dict[str, str]:
-        """Weight format by module, of modules that hold matrices."""
+        """Weight format by module, for modules with matrices in a format."""
         return {m.module: m.weight_format for m in self.modules if m.weight_format != NO_FORMAT}

@@ -151,17 +151,18 @@ class ClusterClient:
     """An ``EngineClient`` of several instances. An async context manager; entering starts them.
 
     Args:
-        specs: of the instances; see ``make_specs``.
-        config: how long requests wait for an instance, and how often they are retried.
+        specs: settings of the instances; see ``make_specs``.
+        config: settings of the cluster: how long requests wait for an instance, and how often they
+            are retried.
         policy: chooses instances for a request; None: the one that ``config`` names.
         on_stage: called with every change of stage and every step of progress of any instance.
         is_staggered: True to start the first instance alone until it serves. The others then map
             the file of packed weights that it has written, instead of packing the weights
             themselves.
         make_launcher: creates the launcher that starts an instance; called once per instance.
-        prefix: of the names given to instances that are added later.
+        prefix: prefix of the names given to instances that are added later.
         is_asleep: True to start no instance before ``wake`` is called.
-        tag: as of ``Dispatcher``.
+        tag: see ``Dispatcher``.
     """
 
     def __init__(
@@ -565,7 +566,7 @@ class ClusterClient:
         """Replace the process of an instance by a new one after its requests have ended.
 
         Args:
-            name: of the instance.
+            name: name of the instance.
             patience_s: seconds after which requests that have not ended continue on other
                 instances.
 

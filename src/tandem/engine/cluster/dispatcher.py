@@ -65,7 +65,7 @@ class Port(Protocol):
 
     @property
     def ref(self) -> InstanceRef:
-        """The present run of the instance."""
+        """Name and run (one process between two restarts) of the instance."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class Port(Protocol):
 
     @property
     def load(self) -> LoadCount:
-        """The load of the instance's present run; read only while it serves."""
+        """The load of the instance's present process; read only while it serves."""
         ...
 
     @property
@@ -147,9 +147,8 @@ class _Live:
     counts: dict[str, tuple[LoadCount, int]] = field(
         default_factory=dict[str, tuple[LoadCount, int]]
     )
-    """For each leg id: the load count that the leg was added to when it was sent, and its number
-    there.
-    """
+    """By leg id: the load count to which the request was added when it was sent, and its number
+    there."""
     question: Question | None = None
     """Question to the conductor, made for the first decision and reused for later ones."""
     decision: Decision | None = None
@@ -164,10 +163,10 @@ class _Live:
 
 
 class Dispatcher:
-    """Serves requests on several instances.
+    """The dispatcher of requests to several instances.
 
     Args:
-        ports: all instances of the cluster; borrowed.
+        ports: all instances of the cluster; not owned.
         conductor: chooses among the serving instances; it must not know of any instance yet.
         limits: time limits and attempts of each request.
         max_history: largest number of ended requests whose legs are remembered.
@@ -204,7 +203,7 @@ class Dispatcher:
         served once.
         """
         self.fallbacks: dict[str, int] = {}
-        """Number of fallbacks since start, by reason."""
+        """Number of times since start that requests moved to another instance, by reason."""
 
     @property
     def num_live(self) -> int:
@@ -218,8 +217,8 @@ class Dispatcher:
     async def submit(self, request: AddRequest) -> OutputStream:
         """Serve a request; return its output stream when an instance has accepted it.
 
-        Raises: errors of ``tandem.server.engine.EngineClient.submit``; ConflictError (a request
-        with this id has not ended).
+        Raises: ConflictError (a request with this id has not ended); errors of
+            ``tandem.server.engine.EngineClient.submit``.
         """
         request_id = request.request_id
         if request_id in self._live:

@@ -98,7 +98,7 @@ class ClusterMember:
 
     @property
     def ref(self) -> InstanceRef:
-        """The present run of the instance."""
+        """Name and run (one process between two restarts) of the instance."""
         info = self.info
         identity = "" if info is None else info.kv_identity
         return InstanceRef(self._name, self.supervisor.num_restarts, identity)
@@ -110,7 +110,7 @@ class ClusterMember:
 
     @property
     def load(self) -> LoadCount:
-        """The load of the instance's present run."""
+        """The load of the instance's present process."""
         return self.supervisor.require_session().load
 
     @property

@@ -32,7 +32,7 @@ class PlacingPort(Protocol):
 
     @property
     def ref(self) -> InstanceRef:
-        """The present run of the instance."""
+        """Name and run (one process between two restarts) of the instance."""
         ...
 
     @property
@@ -47,12 +47,12 @@ class PlacingPort(Protocol):
 
     @property
     def load(self) -> LoadCount:
-        """The load of the instance's present run; read only while it serves."""
+        """The load of the instance's present process; read only while it serves."""
         ...
 
     @property
     def sources(self) -> frozenset[str]:
-        """Names of the prefill instances whose blocks it can read now."""
+        """Names of the prefill instances whose KV blocks this instance can read now."""
         ...
 
 
@@ -94,7 +94,7 @@ class _Listener:
 
 
 class Placing:
-    """Keeps the conductor's view of the instances current, and asks it where to run requests.
+    """The conductor's view of the instances, kept current, and the questions where to run requests.
 
     Args:
         conductor: chooses instances; it must not know of any instance yet.
@@ -188,7 +188,7 @@ class Placing:
         )
 
     def place(self, place: Place, question: Question, now_s: float, *, is_new: bool) -> Decision:
-        """Ask the conductor; see ``Conductor.place``."""
+        """Ask the conductor which instances are to serve a request; see ``Conductor.place``."""
         return self.conductor.place(place, question, now_s, is_new=is_new)
 
 

@@ -67,7 +67,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of a request.
+    """Time limits and number of attempts of a request.
 
     Attributes:
         lease_s: seconds that the KV blocks of an ended prefill are held.
@@ -228,7 +228,7 @@ class RequestStates:
         self._tokens: list[int] = []
         """Tokens sent to the client so far."""
         self._identity: str | None = None
-        """KV identity of the model that computed these tokens."""
+        """KV identity of the model that computed the tokens sent so far; None before the first."""
         self._facts: _PromptFacts | None = None
         self._kept: list[RequestOutput] = []
         self._avoid: set[InstanceRef] = set()
@@ -271,7 +271,7 @@ class RequestStates:
 
     @property
     def num_delivered(self) -> int:
-        """Tokens sent to the client."""
+        """Number of tokens sent to the client."""
         return len(self._tokens)
 
     @property

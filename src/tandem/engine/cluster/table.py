@@ -163,7 +163,7 @@ EVENTS: Mapping[Event, str] = MappingProxyType({
     "tokens that were sent; or it failed more than cluster.max_attempts times; or none has run for "
     "longer than cluster.recovery_s. An accepted request waits instead while one is starting.",
 })  # fmt: skip
-"""The meaning of each event."""
+"""Description in words of each event, for the generated page."""
 
 EFFECTS: Mapping[Effect, str] = MappingProxyType({
     Effect.PLACE: "ask the policy for instances",
@@ -190,7 +190,7 @@ EFFECTS: Mapping[Effect, str] = MappingProxyType({
     Effect.END_CANCELLED: "end with finish reason `cancelled`",
     Effect.FAIL: "end with the error",
 })  # fmt: skip
-"""The effect of each step."""
+"""Description in words of each effect, for the generated page."""
 
 ENDS: Mapping[Event, Held] = MappingProxyType({
     Event.PREFILLED: Held.PREFILL,

@@ -41,7 +41,8 @@ from tandem.engine.scheduling.request import Request
 __all__ = ["PrefillAnnouncer"]
 
 MAX_WAITING = 4096
-"""Largest number of waiting questions; beyond it the oldest is answered early and asked again."""
+"""Largest number of waiting questions. For one more, the oldest is answered with ConflictError, so
+the instance that asked stops reading and computes those blocks itself."""
 
 
 @dataclass(slots=True)
@@ -55,12 +56,13 @@ class PrefillAnnouncer:
     """Answers decode instances' questions about prefills; a ``PrefillListener`` of its engine.
 
     Args:
-        engine: borrowed.
-        own: description of the KV in this instance's blocks.
-        memory: the bytes of all blocks, in the order of their ids; borrowed.
-        clock: the engine's.
-        states: memory of all slots of states; None: the model has no state.
-        windows: memory of all blocks of layers with a window; None: these have none of their own.
+        engine: the engine whose prefills are asked about; not owned.
+        own: description of this instance's KV.
+        memory: bytes of all blocks, in the order of their ids; not owned.
+        clock: the engine's clock.
+        states: bytes of all state slots; None: the model has no state.
+        windows: bytes of all window blocks; None: sliding-window layers have no blocks of their
+            own.
     """
 
     def __init__(
@@ -83,12 +85,13 @@ class PrefillAnnouncer:
 
     @property
     def num_waiting(self) -> int:
-        """Questions that wait for their answer."""
+        """Number of questions that wait for progress of a prefill."""
         return len(self._waiting)
 
     def handle_calls(self, calls: Sequence[IncomingCall]) -> list[bytes | TandemError | None]:
-        """Answer decode instances' questions; those that must wait for progress are kept, and None
-        is returned for each.
+        """Answer decode instances' questions: an answer or an error for each call.
+
+        None stands for a question that is kept until the prefill makes progress.
         """
         answers: list[bytes | TandemError | None] = []
         for call in calls:
@@ -147,10 +150,9 @@ class PrefillAnnouncer:
         return None if answer is None else msgspec.msgpack.encode(answer)
 
     def _answer(self, question: KvQuestion) -> KvAnswer | None:
-        """Return the answer to a question, or None if the prefill has made no progress since the
-        last answer.
+        """Return the progress of a prefill; None if there is none since the asker's last answer.
 
-        Raises: ConflictError (the request of this id has another prompt).
+        Raises: ConflictError (the request with this id has another prompt).
         """
         view = self._engine.find_prefill(question.request_id)
         if view is None:
@@ -182,11 +184,11 @@ class PrefillAnnouncer:
         )
 
     def _verify(self, question: KvQuestion) -> KvAnswer:
-        """Return checksums of blocks, so that the decode instance can verify the bytes that it has
+        """Return checksums of blocks, by which the decode instance verifies the bytes that it has
         read.
 
-        Raises: ConflictError (a block that is not complete); UnsupportedError (the asker's block
-        layout differs).
+        Raises: ConflictError (a block is not complete); UnsupportedError (the asker's block layout
+            differs in more than the number of heads).
         """
         own = HeldHeads(self._own.layout, self._own.first_head)
         theirs = HeldHeads(question.layout, question.first_head)
@@ -203,14 +205,18 @@ class PrefillAnnouncer:
         after = self._find_run(question)
         if after is None:
             return KvAnswer(run=None)
-        # The prefix index merges equal blocks. This block was replaced by an equal one and may have
-        # been overwritten while its checksum was computed, so discard the checksum.
+        # If blocks have moved, leave out the checksums: the prefix index has replaced a block by an
+        # equal one, and the old one may have been overwritten while its checksum was computed.
         is_moved = [after.block_ids[position] for position in question.verify] != block_ids
         verified = () if is_moved else tuple(zip(block_ids, checksums, strict=True))
         return KvAnswer(run=question.run, is_held=after.is_held, verified=verified)
 
     def _tell_state(self, question: KvQuestion) -> KvAnswer:
-        """Return the slot and checksum of the state after a prompt, if the prefill has ended."""
+        """Return the slot and the CRC-32C of the state at the end of the prompt.
+
+        The answer has no state if the prefill has not ended, and no run if its hold has been
+        released.
+        """
         view = self._find_run(question)
         if view is None:
             return KvAnswer(run=None)
@@ -225,8 +231,9 @@ class PrefillAnnouncer:
         return KvAnswer(run=question.run, is_held=True, state=(slot, checksum))
 
     def _tell_windows(self, question: KvQuestion) -> KvAnswer:
-        """Return the blocks and checksums of the window after a prompt, if the prefill has
-        ended.
+        """Return the ids and CRC-32C of the window blocks at the end of the prompt.
+
+        The answer has none if the prefill has not ended, and no run if its hold has been released.
         """
         view = self._find_run(question)
         if view is None:

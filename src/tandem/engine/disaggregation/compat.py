@@ -1,4 +1,4 @@
-"""The check that the KV blocks of another instance can be read as our own. Pure."""
+"""The check that another instance's KV blocks can be used as our own. Pure."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ WHERE = "kv_peer.open"
 
 
 def check_peer(ours: KvPeer, theirs: KvPeer) -> None:
-    """Check that a peer's blocks hold, for every head of ours, what we would compute.
+    """Check that a peer's KV equals, for every head that we hold, the KV that we would compute.
 
     Raises: UnsupportedError (names every fact that differs; ``field`` is the first of them).
     """
@@ -43,7 +43,7 @@ def check_peer(ours: KvPeer, theirs: KvPeer) -> None:
 
 
 def _compare_layouts(ours: KvPeer, theirs: KvPeer) -> list[tuple[str, str]]:
-    """Compare the blocks of two ranks, whose number of heads may differ."""
+    """Return the facts in which two block layouts differ, other than the number of heads."""
     mine: dict[str, Any] = msgspec.to_builtins(ours.layout)
     other: dict[str, Any] = msgspec.to_builtins(theirs.layout)
     found = [

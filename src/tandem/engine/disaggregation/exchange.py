@@ -1,4 +1,4 @@
-"""An instance's connection to the KV of other instances: offers its blocks and reads theirs.
+"""The exchange of KV between instances: it offers this instance's blocks and reads those of others.
 
 Owns the transfer engine, in whose registered memory the blocks lie, the announcer and the reader.
 """
@@ -32,15 +32,15 @@ WINDOW_BUFFER_NAME = "windows"
 
 
 class KvExchange:
-    """An instance's side of the KV exchange: it gives blocks to other instances and reads
-    theirs.
+    """One instance's side of the exchange of KV with other instances.
 
-    Each instance reads others and is read by them: its role may change while it runs.
+    Every instance both reads and is read, because its role may change while it runs.
 
     Args:
-        name: of the instance.
-        config: with the secret of the cluster; ``name`` is replaced.
-        clock: the engine's.
+        name: name of the instance.
+        config: settings of the transfer engine, with the cluster's secret; their ``name`` is
+            replaced.
+        clock: the engine's clock.
     """
 
     def __init__(self, name: str, config: TransferConfig, clock: Clock) -> None:
@@ -53,9 +53,9 @@ class KvExchange:
         self.reader: ReaderService | None = None
         """Reader of other instances' blocks; None before ``attach``."""
         self.announcer: PrefillAnnouncer | None = None
-        """Announcer of our prefills; None before ``attach``."""
+        """Announcer of this instance's prefills; None before ``attach``."""
         self.peer: KvPeer | None = None
-        """The data that readers of its blocks need; None before ``attach``."""
+        """Description of this instance's KV, for instances that read it; None before ``attach``."""
 
     @property
     def counters(self) -> Statistics:
@@ -64,7 +64,7 @@ class KvExchange:
 
     @property
     def rails(self) -> Statistics:
-        """Bytes and live connections by transport, for the instances that are being read."""
+        """Bytes read and live connections by transport, for all instances that are read."""
         moved: dict[str, int] = {}
         links: dict[str, int] = {}
         if self.transfer.is_closed:
@@ -85,9 +85,9 @@ class KvExchange:
         return Statistics(rail_bytes=moved, rail_links=links)
 
     def allocate(self, nbytes: int) -> Buffer:
-        """Allocate memory for the blocks, which other instances may read but never write.
+        """Allocate address space for the blocks, which other instances may read but not write.
 
-        Only address space is allocated; the caller reserves physical memory.
+        The caller reserves physical memory for it, as blocks are used.
         """
         self._buffer = self.transfer.allocate(
             nbytes, name=BUFFER_NAME, remote="read", reserved_bytes=0
@@ -95,15 +95,15 @@ class KvExchange:
         return self._buffer
 
     def allocate_states(self, nbytes: int) -> Buffer:
-        """Allocate memory for the slots of states, with the same access rights; all of it is
-        physically reserved.
+        """Allocate physical memory for the state slots, which other instances may read but not
+        write.
         """
         self._state_buffer = self.transfer.allocate(nbytes, name=STATE_BUFFER_NAME, remote="read")
         return self._state_buffer
 
     def allocate_windows(self, nbytes: int) -> Buffer:
-        """Allocate memory for the window layers' blocks, with the same rights; all of it is
-        reserved.
+        """Allocate physical memory for the window blocks, which other instances may read but not
+        write.
         """
         self._window_buffer = self.transfer.allocate(nbytes, name=WINDOW_BUFFER_NAME, remote="read")
         return self._window_buffer
@@ -118,18 +118,17 @@ class KvExchange:
         states: StateLayout | None = None,
         windows: WindowLayout | None = None,
     ) -> None:
-        """Start the announcer and the reader and attach them to the engine, before its first
-        step.
+        """Start the announcer and the reader, and attach them to the engine before its first step.
 
         Args:
-            engine: borrowed; its blocks lie in the memory that ``allocate`` made.
-            identity: of the KV.
-            layout: of the blocks.
-            num_blocks: in the pool.
-            tiers: takes the loads that come from no instance; None: there is none.
+            engine: the engine; not owned. Its blocks lie in the memory that ``allocate`` made.
+            identity: identity of the KV.
+            layout: layout of the blocks.
+            num_blocks: number of blocks in the pool.
+            tiers: moves blocks of other sources, such as the store; None: there are none.
             states: layout of the states in ``allocate_states``; None: the model has none.
-            windows: of the blocks in ``allocate_windows``; None: layers with a window have no
-                blocks of their own.
+            windows: layout of the blocks in ``allocate_windows``; None: sliding-window layers have
+                no blocks of their own.
         """
         assert self._buffer is not None, "allocate() comes first"
         memory = self._buffer.array
@@ -179,7 +178,9 @@ class KvExchange:
         engine.attach_transfers(TransfersBySource(parts))
 
     def close(self) -> None:
-        """End all reads, in both directions; the memory is freed only when its arrays are."""
+        """End all reads, by this instance and from it. Arrays of its memory stay valid until they
+        are freed.
+        """
         if self.reader is not None:
             self.reader.stop()
         # Ignore a timeout: a peer that hangs keeps the connection open until this process ends.

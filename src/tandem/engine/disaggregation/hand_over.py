@@ -1,11 +1,11 @@
-"""One hand-over: the blocks of one request, read while the prefill instance still computes them.
+"""The transfer of one request's KV from a prefill instance, while that still computes the prompt.
 
-Rules that make a late, failed or foreign read harmless:
+Rules by which a late, failed or wrong read does no harm:
 
-- Bytes are read only from what an answer of the prefill instance named.
-- A block is taken only when every layer was read and, asked after that, the prefill instance says
-  that the block was still that one, in the same run of the request, and both sums agree.
-- It is not taken after the lease, as measured here, whatever the prefill instance says.
+- Bytes are read only from blocks that an answer of the prefill instance has named.
+- A block is accepted only if all its layers were read, the prefill instance confirms after the read
+  that the block was not replaced in the same run of the request, and both checksums agree.
+- No block is accepted after the lease, as measured here, whatever the prefill instance says.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,53 +36,54 @@ from tandem.engine.scheduling.request import Request
 __all__ = ["HandOver", "ReadTarget"]
 
 READ_BATCH_BYTES = 64 << 20
-"""Bytes of one read, at least one block; the blocks of each read are verified and taken."""
+"""Bytes per read, at least one block; the blocks of one read are verified together."""
 MAX_BATCH_BLOCKS = 256
 READ_DEADLINE_S = 10.0
 """Time limit of one read, seconds."""
 ASK_AGAIN_S = 2.0
 """Seconds after which an unanswered question is asked again."""
 CALL_DEADLINE_S = 5.0
-"""Time limit of a question that is answered at once, seconds."""
+"""Time limit in seconds of a question that the prefill instance answers at once."""
 
 
 @dataclass(slots=True)
 class ReadTarget:
-    """Memory that blocks are read into, and the port that reads them."""
+    """The memory that blocks are read into, and the port that reads them."""
 
     port: PeerPort
     """Port that writes into ``memory``."""
     memory: npt.NDArray[np.uint8]
-    """All blocks of this instance, one after the other."""
+    """Bytes of all blocks of this instance, one after the other."""
     own: KvPeer
     clock: Clock
     counters: Statistics
     states: npt.NDArray[np.uint8] | None = None
-    """All slots of states of this instance; None: the model has none."""
+    """Bytes of all state slots of this instance; None: the model has none."""
     windows: npt.NDArray[np.uint8] | None = None
-    """All its blocks of layers with a window; None: these have none of their own."""
+    """Bytes of all window blocks of this instance; None: sliding-window layers have none of their
+    own."""
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A block that was not taken yet."""
+    """A block that was not accepted yet."""
 
     load: BlockLoad
     num_layers: int = 0
-    """Leading layers of the block that were read in the present run."""
+    """Number of leading layers of the block that were read in the prefill's present run."""
     source_id: int = -1
     """Id of the prefill instance's block that the layers were read from."""
 
 
 class HandOver:
-    """Reads the blocks of one request.
+    """The reader of the KV of one request from a prefill instance.
 
     Args:
-        target: where they go.
+        target: memory that the KV is written to.
         peer: the prefill instance.
-        request: waits for them until ``wait_until_s``.
-        loads: of that request, in order.
-        take: called with the loads whose blocks are there, verified.
+        request: the request, which waits until ``load.wait_until_s``.
+        loads: loads of that request, in the order of its prompt.
+        take: called with the loads whose blocks have arrived and are verified.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class HandOver:
 
         After this returns or raises, nothing writes into the blocks any more.
 
-        Raises: NotFoundError (the prefill has ended without a hold); DeadlineError (the lease);
-            CorruptionError; ConflictError (another prompt); as the transfer engine.
+        Raises: NotFoundError (the prefill has ended and its blocks are not held); DeadlineError
+            (the lease has ended); CorruptionError (checksums differ, or an answer is inconsistent);
+            ConflictError (the prefill has another prompt); errors of the transfer engine.
         """
         while self._pending:
             self._note(await self._ask_until_answered())
@@ -122,8 +124,8 @@ class HandOver:
                 await self._read(batch)
                 await self._verify(batch)
                 if self._answer.run is None:
-                    # The prefill's run has ended: leave the loop and ask the instance for its
-                    # current state.
+                    # A block was replaced or the prefill's run has ended: ask for the present block
+                    # ids before reading on.
                     break
         if self._state is not None:
             await self._read_state(self._state)
@@ -131,7 +133,9 @@ class HandOver:
             await self._read_windows(self._windows)
 
     async def _read_windows(self, loads: Sequence[BlockLoad]) -> None:
-        """Read the window layers' blocks at the end of the prompt, once the prefill has ended."""
+        """Wait until the prefill has ended; read and verify the window blocks at the end of the
+        prompt.
+        """
         target, facts = self._target, self._peer.facts
         size, memory = target.own.window_block_bytes, target.windows
         assert memory is not None, "a window block of a model without one"
@@ -167,12 +171,12 @@ class HandOver:
         self._take(list(loads))
 
     async def _ask_windows(self) -> KvAnswer:
-        """Ask for the windows of the run whose blocks were taken."""
+        """Ask for the window blocks of the run whose full blocks were accepted."""
         deadline_s = min(CALL_DEADLINE_S, self._remaining_s())
         return await self._ask(deadline_s, wants_windows=True)
 
     async def _read_state(self, load: BlockLoad) -> None:
-        """Read the state after the prompt, once the prefill has ended, and take it."""
+        """Wait until the prefill has ended; read and verify the state at the end of the prompt."""
         target, facts = self._target, self._peer.facts
         slot, size = find_state_slot(load.block_id), target.own.state_bytes
         assert slot is not None, load
@@ -198,7 +202,7 @@ class HandOver:
         self._take([load])
 
     async def _ask_state(self) -> KvAnswer:
-        """Ask for the state of the run whose blocks were taken."""
+        """Ask for the state of the run whose blocks were accepted."""
         deadline_s = min(CALL_DEADLINE_S, self._remaining_s())
         return await self._ask(deadline_s, wants_state=True)
 
@@ -209,7 +213,10 @@ class HandOver:
         return remaining_s
 
     async def _ask_until_answered(self) -> KvAnswer:
-        """Ask for the prefill's progress repeatedly, until there is news."""
+        """Ask for the prefill's progress every ``ASK_AGAIN_S``, until an answer comes.
+
+        Raises: DeadlineError (the lease has ended); errors of the answer.
+        """
         while True:
             try:
                 return await self._ask(min(ASK_AGAIN_S, self._remaining_s()))
@@ -243,7 +250,10 @@ class HandOver:
         return decode_answer(answer)
 
     def _note(self, answer: KvAnswer) -> None:
-        """Record the progress that an answer reports."""
+        """Record the progress that an answer reports.
+
+        Raises: NotFoundError (the prefill is gone); CorruptionError (the answer is inconsistent).
+        """
         if answer.run is None:
             raise NotFoundError("kv_peer.ask", "the prefill has ended and its blocks are not held")
         if answer.run != self._run:
@@ -266,7 +276,7 @@ class HandOver:
         self._block_ids, self._answer = block_ids, answer
 
     def _count_readable(self, pending: _Pending) -> int:
-        """Return the number of leading layers of a block that may be read."""
+        """Return how many leading layers of a block the prefill instance has computed."""
         position = pending.load.position
         if position < self._answer.num_complete:
             return self._all_layers
@@ -316,7 +326,10 @@ class HandOver:
             pending.num_layers = self._count_readable(pending)
 
     async def _verify(self, batch: Sequence[_Pending]) -> None:
-        """Verify the complete blocks of a batch and take those that are unchanged."""
+        """Verify the fully read blocks of a batch, and accept those that are unchanged.
+
+        Raises: CorruptionError (the checksums of an unchanged block differ).
+        """
         read = [
             pending
             for pending in batch
@@ -350,7 +363,9 @@ class HandOver:
             )
 
     def _start_over(self) -> None:
-        """Forget the known block ids and ask again; unchanged blocks are not read twice."""
+        """Drop the known block ids, so that they are asked for again; unchanged blocks are not read
+        twice.
+        """
         self._block_ids, self._answer = (), KvAnswer(run=None)
 
     def _sum_up(self, block_id: int) -> int:

@@ -1,6 +1,6 @@
-"""The bytes of a peer's block that fill ours, where the two hold other ranges of heads.
+"""The byte ranges of a peer's block that fill ours, if the two hold different ranges of KV heads.
 
-Ranks of unlike tensor-parallel sizes hold other heads of the same tokens. Pure.
+Ranks of different tensor-parallel sizes hold different heads of the same tokens. Pure.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,22 +17,23 @@ __all__ = ["ByteRange", "HeldHeads", "have_same_rows", "map_blocks", "sum_ranges
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a block of the source that belong into a block of the target."""
+    """A range of bytes to copy from a source's block to a target's block."""
 
     source: int
-    """Offset within the source's block."""
+    """Offset in the source's block."""
     target: int
-    """Offset within the target's block."""
+    """Offset in the target's block."""
     length: int
 
 
 class HeldHeads(NamedTuple):
-    """The heads that the blocks of a rank hold."""
+    """The range of KV heads that the blocks of a rank hold."""
 
     layout: KVLayout
     """Layout of the rank's own blocks."""
     first_head: int = 0
-    """The first of the model's KV heads that they hold; nothing where all heads share a row."""
+    """Index in the model of the first KV head held; without meaning if all heads share a row
+    (MLA)."""
 
 
 def have_same_rows(one: KVLayout, other: KVLayout) -> bool:
@@ -43,7 +44,9 @@ def have_same_rows(one: KVLayout, other: KVLayout) -> bool:
 
 
 def sum_ranges(block: npt.NDArray[np.uint8], ranges: Sequence[tuple[int, int]]) -> int:
-    """Return the CRC-32C over (offset, length) of a block, as if they followed each other."""
+    """Return the CRC-32C over the (offset, length) ranges of a block, taken as one sequence of
+    bytes.
+    """
     checksum = 0
     for offset, length in ranges:
         checksum = crc32c(block[offset : offset + length], checksum)
@@ -51,15 +54,18 @@ def sum_ranges(block: npt.NDArray[np.uint8], ranges: Sequence[tuple[int, int]]) 
 
 
 def map_blocks(source: HeldHeads, target: HeldHeads, layers: range) -> list[ByteRange]:
-    """Return the ranges that fill a target's block from a source's, in the target's order.
+    """Return the byte ranges to copy from a source's block to fill a target's, in the target's
+    order.
 
     Args:
-        source: of the same layers, block size, head size and number format as ``target``.
-        target: only the heads that the source holds too are filled.
-        layers: those that are wanted, consecutive.
+        source: heads that the source's blocks hold; layers, block size, head size and number format
+            must be those of ``target``.
+        target: heads that the target's blocks hold; only heads that the source holds too are
+            filled.
+        layers: layers to copy, consecutive.
 
-    Returns: none of them empty or adjacent in both blocks to the next one; a single range where
-        both hold the same.
+    Returns: ranges that are not empty; neighbours that are adjacent in both blocks are merged, so
+        two equal layouts give a single range.
     """
     merged: list[ByteRange] = []
     for piece in _list_pieces(source, target, layers):

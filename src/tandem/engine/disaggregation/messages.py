@@ -1,6 +1,7 @@
-"""Questions of a decode instance to a prefill instance, and their answers.
+"""Questions of a decode instance to a prefill instance about its KV, and the answers.
 
-Both are msgpack in calls of the transfer engine, on the connection that the blocks come by.
+Both are msgpack, sent as calls of the transfer engine on the connection that the blocks are read
+by.
 """
 
 import hashlib
@@ -18,75 +19,78 @@ __all__ = ["KvAnswer", "KvQuestion", "Run", "decode_answer", "decode_question", 
 
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 Run = tuple[NonNegativeInt, NonNegativeInt]
-"""One run: the time in which a request keeps its blocks at an instance, as (number of its arrival
-there, number of its preemptions). Within a run, an announced block stays valid.
-"""
+"""A period in which a request keeps its blocks at an instance, as (order of its arrival there,
+number of its preemptions). Within one run, a block that was announced stays valid."""
 
 
 class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about a prefill's progress, answered at progress beyond ``seen`` or at its end."""
+    """A question about a prefill's progress. It is answered when the prefill is further than
+    ``seen`` or has ended.
+    """
 
     request_id: str
     digest: bytes
-    """``digest_prompt`` of the prompt whose KV the asker wants."""
+    """``digest_prompt`` of the prompt whose KV is wanted."""
     run: Run | None = None
-    """Run of which the asker has read blocks."""
+    """Run whose blocks the asker has read; None at first."""
     num_known: NonNegativeInt = 0
-    """Leading block ids of that run that the asker knows."""
+    """Number of leading block ids of the prefill's run ``run`` that the asker knows."""
     seen: tuple[NonNegativeInt, NonNegativeInt] = (0, 0)
-    """``KvAnswer.num_complete`` and ``num_layers`` of the last answer."""
+    """``KvAnswer.num_complete`` and ``KvAnswer.num_layers`` of the last answer."""
     verify: Annotated[tuple[NonNegativeInt, ...], Meta(max_length=1024)] = ()
-    """Positions of blocks that the asker has read, below ``num_complete``: answered at once."""
+    """Indexes of complete blocks that the asker has read and wants checksums of; answered at
+    once."""
     wait_s: Annotated[float, Meta(ge=0.0, le=60.0)] = 0.0
-    """Seconds that the asker waits; after that the question may be dropped."""
+    """Seconds that the asker waits for the answer; after that the question may be dropped."""
     wants_state: bool = False
-    """True to ask for the state; it is answered at once, as ``verify`` is."""
+    """True to ask for the state at the end of the prompt; answered at once."""
     wants_windows: bool = False
-    """True to ask for the window layers' blocks; it is answered at once."""
+    """True to ask for the window blocks at the end of the prompt; answered at once."""
     layout: KVLayout
     first_head: NonNegativeInt = 0
-    """The first head that the asker's blocks hold, for ``verify``."""
+    """Index of the first KV head in the asker's blocks; ``verify`` sums up the asker's heads."""
 
 
 class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a prefill: the blocks that may be read."""
+    """The progress of a prefill: the blocks that may be read, or what the question asked for."""
 
     run: Run | None
-    """Current run of the request; None if it has ended and its blocks are not held. Unverified
-    blocks and blocks of another run must then be discarded.
-    """
+    """Present run of the request; None if it has ended and its blocks are not held. The asker must
+    then discard blocks that are not verified, as it must when the run differs from that of its
+    question."""
     is_held: bool = False
     """True if the prefill has ended and its blocks are held."""
     first: NonNegativeInt = 0
-    """Position of the first of ``block_ids``."""
+    """Index in the prompt of the first of ``block_ids``."""
     block_ids: tuple[NonNegativeInt, ...] = ()
     num_complete: NonNegativeInt = 0
-    """Leading blocks of which every layer may be read."""
+    """Number of leading blocks of which all layers may be read."""
     num_blocks: NonNegativeInt = 0
-    """Leading blocks of which ``num_layers`` layers may be read, at least ``num_complete``."""
+    """Number of leading blocks of which at least ``num_layers`` layers may be read; at least
+    ``num_complete``."""
     num_layers: NonNegativeInt = 0
     state: tuple[NonNegativeInt, NonNegativeInt] | None = None
-    """The slot with the state after the prompt, and the CRC-32C of it; None: it was not asked for,
-    or the prefill has not ended."""
+    """Slot and CRC-32C of the state at the end of the prompt; None if it was not asked for or the
+    prefill has not ended."""
     window_first: NonNegativeInt = 0
-    """Position of the first of ``windows``, in blocks."""
+    """Index in the prompt of the first of ``windows``, counted in blocks."""
     windows: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
-    """The blocks of layers with a window that the token after the prompt sees, and the CRC-32C of
-    each; empty: they were not asked for, or the prefill has not ended."""
+    """Id and CRC-32C of each window block that the token after the prompt attends to; empty if they
+    were not asked for or the prefill has not ended."""
     verified: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
-    """For each position of ``verify``: which block is there now (equal ones are merged), and the
-    CRC-32C of the asker's heads in it, in the order of the asker's layout."""
+    """For each index in ``verify``: the id of the block that is there now (equal blocks are
+    merged), and the CRC-32C of the asker's heads in it, in the asker's layout."""
 
 
 def digest_prompt(request: Request) -> bytes:
-    """Return a 32-byte digest of a prompt's KV: over identity, salt and tokens."""
+    """Return a 32-byte digest of a prompt: of its KV identity, salt and tokens."""
     return hashlib.sha256(
         request.prefix.root_key + array("q", request.prompt_ids).tobytes()
     ).digest()
 
 
 def decode_question(payload: bytes) -> KvQuestion:
-    """Decode a peer's question.
+    """Decode a question from msgpack.
 
     Raises: CorruptionError.
     """
@@ -97,7 +101,7 @@ def decode_question(payload: bytes) -> KvQuestion:
 
 
 def decode_answer(payload: bytes) -> KvAnswer:
-    """Decode a peer's answer.
+    """Decode an answer from msgpack.
 
     Raises: CorruptionError.
     """

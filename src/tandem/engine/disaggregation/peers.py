@@ -1,4 +1,4 @@
-"""The instances whose blocks may be read from here, opened and checked.
+"""The instances whose blocks this instance reads: connected, and checked to be compatible.
 
 All of it runs on one event loop.
 """
@@ -24,23 +24,23 @@ __all__ = ["KvPeers", "OpenPeer"]
 logger = logging.getLogger(__name__)
 
 OPEN_DEADLINE_S = 5.0
-"""Time limit of opening a peer, seconds; a lost message delays a pair no longer than that."""
+"""Time limit in seconds of connecting to an instance; a lost message costs no more than that."""
 WHERE = "kv_peer.open"
 
 
 @dataclass(slots=True, eq=False)
 class OpenPeer:
-    """An instance that can be read."""
+    """An instance that was connected and whose blocks can be read."""
 
     facts: KvPeer
     pool: RemotePool
     layer_ranges: list[list[ByteRange]]
     """For each layer, the byte ranges of the peer's block that fill ours."""
     is_lost: bool = False
-    """True if the connection is lost; the peer is opened again before the next read."""
+    """True if the connection is lost; it is opened again before the next read."""
 
     def list_ranges(self, layers: range) -> list[ByteRange]:
-        """Return the ranges of some layers of a block, merged where they follow each other."""
+        """Return the byte ranges of some layers of a block, merged where they are adjacent."""
         merged: list[ByteRange] = []
         for layer in layers:
             for each in self.layer_ranges[layer]:
@@ -54,11 +54,11 @@ class OpenPeer:
 
 
 class KvPeers:
-    """Opened instances by name.
+    """The connected instances by name.
 
     Args:
-        port: that connects; borrowed.
-        own: what our blocks hold.
+        port: makes the connections; not owned.
+        own: description of this instance's KV.
     """
 
     def __init__(self, port: PeerPort, own: KvPeer) -> None:
@@ -68,19 +68,21 @@ class KvPeers:
         self._lock = asyncio.Lock()
 
     async def open(self, facts: KvPeer) -> None:
-        """Open an instance, or reopen it after it was restarted or lost.
+        """Connect to an instance, again if it was restarted or lost, and check that its KV is
+        usable here.
 
-        Raises: UnsupportedError (names what differs); PeerLostError; DeadlineError;
-            PermissionDeniedError (secrets differ; its blocks are not offered); NotFoundError.
+        Raises: UnsupportedError (its KV differs; names the facts); PeerLostError; DeadlineError;
+            PermissionDeniedError (the secrets differ, or its blocks may not be read);
+            NotFoundError.
         """
         check_peer(self._own, facts)
         async with self._lock:
             await self._open(facts)
 
     async def find(self, name: str) -> OpenPeer:
-        """Return an instance that was opened, connected again if that is necessary.
+        """Return a connected instance, reconnecting if necessary.
 
-        Raises: NotFoundError (never opened, or closed); as ``open``.
+        Raises: NotFoundError (never opened, or closed); errors of ``open``.
         """
         peer = self._peers.get(name)
         if peer is not None and not peer.is_lost:
@@ -92,12 +94,12 @@ class KvPeers:
             return await self._open(peer.facts)
 
     async def close(self, name: str) -> None:
-        """Forget an instance; reads in progress end with an error."""
+        """Close the connection to an instance; reads in progress end with an error."""
         async with self._lock:
             self._drop(name)
 
     async def close_all(self) -> None:
-        """Forget every instance."""
+        """Close the connections to all instances."""
         async with self._lock:
             for name in list(self._peers):
                 self._drop(name)

@@ -1,6 +1,6 @@
-"""The data path between instances, as the deciding parts of disaggregation see it.
+"""Interfaces of the data path between instances.
 
-``transfer_port`` is the real one, over the transfer engine; the simulated world has its own.
+``transfer_port`` implements them over the transfer engine; the simulated world has its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,33 +15,33 @@ PoolKind = Literal["kv", "states", "windows"]
 
 
 class PoolRange(NamedTuple):
-    """A byte range of a peer's pool to copy into ours."""
+    """A range of bytes to copy from a peer's memory pool to the same kind of pool here."""
 
     local: int
-    """Offset in our pool."""
+    """Offset in our pool, bytes."""
     remote: int
-    """Offset in the peer's."""
+    """Offset in the peer's pool, bytes."""
     length: int
     kind: PoolKind = "kv"
-    """Kind of the pools that both offsets are in."""
+    """Kind of both pools."""
 
 
 class RemotePool(Protocol):
-    """The pools of one run of another instance. Owned by who opened it."""
+    """The memory pools of one run of another instance's process. The caller of ``open`` owns it."""
 
     @property
     def name(self) -> str:
-        """The name that the process there gives itself."""
+        """Name that the other process reports."""
         ...
 
     @property
     def epoch(self) -> int:
-        """Epoch of the process's run; a restart changes it."""
+        """Number of the other process's run; it differs after a restart."""
         ...
 
     @property
     def length(self) -> int:
-        """Bytes of the blocks."""
+        """Size of its pool of KV blocks, bytes."""
         ...
 
     @property
@@ -55,16 +55,16 @@ class RemotePool(Protocol):
 
 
 class PeerPort(Protocol):
-    """Reads the pools of other instances into ours."""
+    """The port that reads other instances' pools into ours."""
 
     async def open(
         self, address: str, buffers: Mapping[PoolKind, str], *, deadline_s: float
     ) -> RemotePool:
-        """Connect to an instance. Cancelled, it leaves nothing open.
+        """Connect to an instance. If cancelled, it leaves no connection.
 
         Args:
-            address: of its transfer engine.
-            buffers: names of its pools.
+            address: address of its transfer engine.
+            buffers: name of each of its pools, by kind.
             deadline_s: seconds from now.
 
         Raises: PeerLostError; DeadlineError; PermissionDeniedError; NotFoundError.
@@ -74,14 +74,16 @@ class PeerPort(Protocol):
     async def call(self, pool: RemotePool, payload: bytes, *, deadline_s: float) -> bytes:
         """Send a question to the instance that owns a pool; return its answer.
 
-        Raises: what the instance raises; PeerLostError; DeadlineError.
+        Raises: errors of the instance; PeerLostError; DeadlineError.
         """
         ...
 
     async def read(
         self, pool: RemotePool, ranges: Sequence[PoolRange], *, deadline_s: float
     ) -> None:
-        """Read ranges into our pool. After its end, with or without an error, nothing writes there.
+        """Read byte ranges of a peer's pools into ours.
+
+        When it returns or raises, nothing writes there any more.
 
         Raises: PeerLostError; DeadlineError.
         """
@@ -89,11 +91,11 @@ class PeerPort(Protocol):
 
 
 class IncomingCall(Protocol):
-    """A peer's question on the answering side; see ``tandem.transfer.Call``."""
+    """A question from another instance, to be answered once; see ``tandem.transfer.Call``."""
 
     @property
     def peer(self) -> str:
-        """The name that the asking peer gives itself."""
+        """Name that the asking process reports."""
         ...
 
     @property

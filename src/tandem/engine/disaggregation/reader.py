@@ -1,6 +1,6 @@
-"""The decode side: executes the loads whose source is a prefill instance.
+"""The decode side of disaggregation: it carries out loads whose source is a prefill instance.
 
-Threads: it lives on one event loop; ``begin`` is called by the engine's thread.
+Threads: everything runs on one event loop, except ``begin``, which the engine's thread calls.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 SOURCES: frozenset[type[KvSource]] = frozenset({PrefillKv})
-"""The kinds of sources that it reads."""
+"""The kinds of ``KvSource`` that this reader loads from."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,12 +39,12 @@ class _Reading:
 
 
 class PeerReader:
-    """Reads the blocks of other instances; a ``BlockTransfers`` for loads from there.
+    """The reader of other instances' blocks; a ``BlockTransfers`` for loads from prefill instances.
 
     Args:
-        target: where blocks go; its parts are borrowed, and closed after ``aclose``.
+        target: memory that blocks are written to; not owned, and to be closed after ``aclose``.
         sink: told how loads ended.
-        loop: where it lives; the caller's own if it is None.
+        loop: event loop that everything runs on; None: the caller's.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class PeerReader:
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._peers = KvPeers(target.port, target.own)
         self._tasks: dict[int, tuple[Request, asyncio.Task[None]]] = {}
-        """The hand-over that may write into each block, by block id, with its request."""
+        """By block id: the request, and the task of the hand-over that may write into the block."""
         self._is_closing = False
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of sources that this reader serves: prefill instances."""
+        """The kinds of ``KvSource`` that this reader loads from: prefill instances."""
         return SOURCES
 
     @property
@@ -95,7 +95,9 @@ class PeerReader:
         await self._peers.close_all()
 
     def begin(self, plan: StepPlan) -> None:
-        """Start the loads of a plan, all from prefill instances."""
+        """Start the loads of a plan; all must be from prefill instances. Called by the engine's
+        thread.
+        """
         if not plan.loads and not plan.dropped:
             return
         try:

@@ -1,4 +1,4 @@
-"""The thread on which an instance reads the blocks of others: a ``PeerReader`` with its loop."""
+"""The thread on which an instance reads other instances' blocks."""
 
 import contextlib
 from collections.abc import Coroutine
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 class ReaderService:
-    """Owns the thread of hand-overs; a ``BlockTransfers`` for loads from prefill instances.
+    """A ``PeerReader`` with a thread and event loop of its own.
 
     Args:
-        target: where blocks go; its parts are borrowed, and closed after ``stop``.
+        target: memory that blocks are written to; not owned, and to be closed after ``stop``.
         sink: told how loads ended.
     """
 
@@ -32,7 +32,7 @@ class ReaderService:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of sources that this service serves: prefill instances."""
+        """The kinds of ``KvSource`` that this service loads from: prefill instances."""
         return SOURCES
 
     @property
@@ -46,7 +46,7 @@ class ReaderService:
         return self._reader.num_in_transfer
 
     def stop(self) -> None:
-        """End all hand-overs, leave all peers, end the thread."""
+        """End all hand-overs, close the connections to other instances and end the thread."""
         # Ignore the timeout: a hand-over that does not end is cancelled together with the loop.
         with contextlib.suppress(TimeoutError, RuntimeError):
             self._thread.run(self._reader.aclose(), STOP_TIMEOUT_S)

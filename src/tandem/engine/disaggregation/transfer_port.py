@@ -1,6 +1,6 @@
 """The ``PeerPort`` over the transfer engine.
 
-Awaited on one event loop; connecting waits on another thread.
+Used on one event loop; connecting blocks another thread.
 """
 
 import asyncio
@@ -15,12 +15,12 @@ __all__ = ["OpenedPool", "TransferPort"]
 
 
 class OpenedPool:
-    """A buffer of another process's segment; a ``RemotePool``.
+    """The buffers of another process's segment; a ``RemotePool``.
 
     Args:
-        transfer: that opened it.
-        segment: owned.
-        buffers: names of its buffers, that of the blocks among them.
+        transfer: transfer engine that opened the segment.
+        segment: handle of the segment; owned.
+        buffers: names of its buffers by kind; those of the KV blocks must be among them.
 
     Raises: NotFoundError; PeerLostError; DeadlineError.
     """
@@ -44,11 +44,11 @@ class OpenedPool:
 
 
 class TransferPort:
-    """Reads other processes' blocks into a registered pool.
+    """The port that reads other processes' pools into this instance's registered memory.
 
     Args:
-        transfer: borrowed.
-        pools: all that this instance has, registered with ``transfer``.
+        transfer: transfer engine; not owned.
+        pools: this instance's pools by kind, registered with ``transfer``.
     """
 
     def __init__(self, transfer: TransferEngine, pools: Mapping[PoolKind, Buffer]) -> None:

@@ -1,1 +1,1 @@
-"""Memory in groups: states of sequences beside the KV cache, and which of them are kept."""
+"""Memory beside the full KV blocks: recurrent states and their snapshots, and window blocks."""

@@ -1,4 +1,4 @@
-"""Keys of token prefixes: a SHA-256 chain over blocks of tokens, the same in every tier."""
+"""Keys of KV blocks: a SHA-256 chain over blocks of tokens, the same in every tier."""
 
 import hashlib
 import struct
@@ -10,10 +10,12 @@ TOKEN_BYTES = 4
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32, the form that keys are computed from."""
+    """Return token ids as little-endian int32, the form that keys are computed from."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
 def hash_block(parent: bytes, tokens: bytes) -> bytes:
-    """Key of the block that holds packed ``tokens`` after the block (or root) ``parent``."""
+    """Return the key of the block with packed ``tokens`` that follows the block or root
+    ``parent``.
+    """
     return hashlib.sha256(parent + tokens).digest()

@@ -1,13 +1,13 @@
-"""The states of requests: their slots, the snapshots kept, and where one is taken up. Pure.
+"""Recurrent states of requests: their slots, and snapshots from which later requests go on. Pure.
 
-A slot holds the state of a running request, or a snapshot, or nothing. A request gets one when it
-is admitted and gives it up when it ends or is preempted: what the slot holds then is a snapshot
-already, without a copy. On the way snapshots are copied out where a chunk of the prefill ends
-(``choose_snapshots``). A prefix is taken up at the longest snapshot whose KV is there; its state is
-copied to the request's slot before the first step, and the snapshot stays, pinned until then.
+A slot holds the state of a running request, a snapshot, or nothing. A request gets a slot when it
+is admitted. When it ends or is preempted, the state in its slot becomes a snapshot without a copy.
+A prefill also copies snapshots out at the end of some chunks (``choose_snapshots``). A request with
+a cached prefix goes on from the longest snapshot whose KV is cached too: the state is copied to the
+request's slot before its first step, and the snapshot is pinned until then.
 
-A step's copies are made in the order in which they were planned. A snapshot is found when the step
-that saved it has completed, not before.
+A step's copies are made in the order in which they were planned. A snapshot can be found when the
+step that saved it has completed, not before.
 """
 
 from bisect import bisect_left, insort
@@ -29,44 +29,44 @@ from tandem.engine.stepping.messages import StateCopy
 __all__ = ["MIN_GAIN", "StatePolicy", "StateReuse"]
 
 MIN_GAIN = 16
-"""Smallest number of tokens that a snapshot must save. Fewer tokens are computed as fast as the
-state is copied, and ending a chunk early for a snapshot costs a step.
-"""
+"""Smallest number of tokens that a snapshot must save. Computing fewer tokens is as fast as copying
+the state, and each snapshot ends a chunk early, which costs a step."""
 
 
 MAX_PARTINGS = 2
-"""Largest number of positions, where waiting prompts diverge from a starting one, at which its
-prefill ends a chunk to keep a state.
-"""
+"""Largest number of snapshots that a prefill saves at positions where waiting prompts diverge from
+its own."""
 
 
 class StatePolicy(NamedTuple):
-    """The number of state slots, and the rule by which snapshots are kept."""
+    """The number of state slots, and the rules by which snapshots are saved."""
 
     num_slots: int
     """Number of slots for running requests and snapshots together."""
     every: int = 0
-    """A prefill keeps a state at multiples of so many tokens; 0: at ends and branches alone."""
+    """A prefill saves a snapshot at every multiple of this number of tokens; 0: only at ends and
+    where prompts diverge."""
     min_gain: int = MIN_GAIN
     at_blocks: bool = False
-    """The state of a message's end, and of prompts that part, is kept at the block's end before: a
-    lower tier has full blocks only."""
+    """If True, a snapshot for a message's end or for diverging prompts is saved at the end of the
+    block before it, because lower tiers have full blocks only."""
     grid: int = 1
-    """States are kept at multiples of so many tokens of a prompt alone, as those between are not
-    what a prefill of the same tokens gives; 1: anywhere."""
+    """Snapshots are saved only at multiples of this number of prompt tokens, because a state
+    between them would differ from that of a prefill of the same tokens; 1: anywhere."""
     max_tokens: int = 0
-    """Tokens of all snapshots together, where a state grows with its tokens; 0: any."""
+    """Largest sum of the lengths of all snapshots, in tokens, for states that grow with their
+    tokens; 0: no limit."""
 
 
 class StateReuse:
-    """Gives requests slots, and finds and keeps snapshots.
+    """The state slots of running requests and the snapshots.
 
     Args:
         policy: with at least one slot.
-        index: has the KV that a snapshot needs.
-        block_size: tokens of a block.
-        counters: where snapshots and evictions are counted.
-        is_enabled: False: requests get slots, and no state is kept.
+        index: the prefix index, which has the KV that belongs to a snapshot.
+        block_size: tokens per block.
+        counters: statistics, in which snapshots and evictions are counted.
+        is_enabled: if False, requests get slots, and no snapshot is kept.
     """
 
     def __init__(
@@ -89,21 +89,23 @@ class StateReuse:
         self._generations = [0] * policy.num_slots
         self._filled: list[KeyedBlock] = []
         self._unused: set[int] = set()
-        """Free slots that ``take_unused`` has named."""
+        """Free slots that ``take_unused`` has returned."""
 
     @property
     def num_slots(self) -> int:
-        """Slots of the runner's memory."""
+        """Number of slots, used and free."""
         return self._policy.num_slots
 
     @property
     def num_snapshots(self) -> int:
-        """Snapshots that are kept."""
+        """Number of snapshots."""
         return len(self._table)
 
     @property
     def num_used(self) -> int:
-        """Number of slots of running requests, and of snapshots that a step in flight saves."""
+        """Number of slots of running requests, and of snapshots that a step in flight is to
+        save.
+        """
         return self.num_slots - len(self._free) - len(self._table)
 
     # ---------------------------------------------------------------- hits
@@ -116,13 +118,14 @@ class StateReuse:
         *,
         at_blocks: bool = False,
     ) -> PrefixMatch:
-        """Return the part of a match that ends where there is a state; changes nothing.
+        """Return the part of a match that ends at its longest snapshot; changes nothing.
 
         Args:
-            notes: of the request, with the keys of all its full blocks.
-            token_ids: of the request.
-            match: what the index holds of it.
-            at_blocks: only where a block ends, so that nothing is copied.
+            notes: prefix data of the request, with the keys of all its full blocks.
+            token_ids: tokens of the request.
+            match: the cached KV of the request.
+            at_blocks: if True, consider only snapshots at the end of a block, so that no partial
+                block need be copied.
         """
         snapshot = self._table.find(
             notes.root_key, notes.block_keys, token_ids, match.num_tokens, at_blocks=at_blocks
@@ -131,12 +134,13 @@ class StateReuse:
         return match.cut(position, self._block_size, snapshot)
 
     def is_expected(self, request: Request, found: int, others: Iterable[Request]) -> bool:
-        """Say whether a prefill in progress brings a state that a waiting request can go on from.
+        """Return True if a running prefill will soon save a snapshot that a waiting request can
+        use.
 
         Args:
-            request: with the keys of all its full blocks.
-            found: tokens that it could take up now.
-            others: that are in the running set.
+            request: the waiting request, with the keys of all its full blocks.
+            found: number of tokens that it could reuse now.
+            others: the running requests.
         """
         limit = request.num_tokens - 1
         for other in others:
@@ -151,12 +155,12 @@ class StateReuse:
         return False
 
     def note_arrival(self, request: Request, others: Iterable[Request]) -> None:
-        """Choose to keep states where a new request's prompt diverges from those of prefills in
-        progress.
+        """Plan snapshots in running prefills at the positions where a new request's prompt
+        diverges.
 
         Args:
             request: the new request, with the keys of all its full blocks.
-            others: requests of the running set.
+            others: the running requests.
         """
         gain = self._policy.min_gain
         for other in others:
@@ -170,23 +174,25 @@ class StateReuse:
                 insort(points, shared)
 
     def can_start(self) -> bool:
-        """Return True if a slot is free for one more request, or can be freed by dropping a
-        snapshot.
+        """Return True if one more request can get a slot: one is free, or a snapshot can be
+        dropped.
         """
         return bool(self._free) or any(not s.num_pins for s in self._table)
 
     def start(
         self, plan: StepPlan, request: Request, match: PrefixMatch, waiting: Iterable[Request]
     ) -> None:
-        """Give a request that is admitted a slot with the state that its match ends at.
+        """Give an admitted request a slot, and plan the copy of the snapshot that its match ends
+        at.
 
-        Call ``can_start`` first.
+        Also chooses where its prefill saves snapshots. Call ``can_start`` first.
 
         Args:
             plan: gets the copy of the state.
-            request: that is admitted.
-            match: where it goes on.
-            waiting: requests that may go on from where they part from this one.
+            request: the admitted request.
+            match: the cached prefix from which it goes on.
+            waiting: waiting requests; snapshots are saved where their prompts diverge from this
+                one.
         """
         state, snapshot = request.state_notes, match.snapshot
         state.last = snapshot
@@ -211,8 +217,8 @@ class StateReuse:
             return
         marks = [request.message_end, match.num_kv_tokens]
         if not request.message_end:
-            # A repeated prompt reuses all tokens but the last. The step after the copy then
-            # computes one token and reads few experts.
+            # A repeated prompt reuses all tokens but the last. With a snapshot there, its only step
+            # computes one token and so reads few experts.
             marks[0] = request.prompt_len - 1
         # Most prompts diverge at the same few positions, such as after shared instructions.
         parting = Counter(_count_shared(request, other, self._block_size) for other in waiting)
@@ -230,22 +236,26 @@ class StateReuse:
     # ---------------------------------------------------------------- lower tiers
 
     def count_blocks(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading blocks of a chain up to its longest snapshot."""
+        """Return the number of leading blocks of a chain up to its longest snapshot at a block's
+        end.
+        """
         depth = len(keys)
         while depth and self._table.find_equal(keys[depth - 1], b"") is None:
             depth -= 1
         return depth
 
     def take_filled(self) -> list[KeyedBlock]:
-        """Return the states that were kept where a block ends since the last call."""
+        """Return the new snapshots at ends of blocks since the last call, for lower tiers to
+        store.
+        """
         filled, self._filled = self._filled, []
         return filled
 
     def take_unused(self) -> list[int]:
-        """Return the slots that are free and were not when this was last called.
+        """Return the slots that have become free since the last call.
 
-        The caller frees the memory of states that grow with their tokens; states of fixed size keep
-        their slot's memory.
+        The caller frees their memory. Empty for states of fixed size, whose slots keep their
+        memory.
         """
         if not self._policy.max_tokens:
             return []
@@ -254,29 +264,34 @@ class StateReuse:
         return sorted(unused)
 
     def get_generation(self, slot: int) -> int:
-        """Return how often a slot was taken: equal before and after means same content."""
+        """Return how often a slot was taken. Equal numbers before and after mean unchanged
+        content.
+        """
         return self._generations[slot]
 
     def take_for_load(self, worth: int | None) -> int:
-        """Take a slot for a state from elsewhere; ``NO_SLOT`` if all hold what is worth more.
+        """Take a slot for a state to be loaded; return ``NO_SLOT`` if all snapshots are worth more.
 
         Args:
-            worth: tokens that the state saves; None: a request cannot start without it.
+            worth: number of tokens that the state saves; None: the request cannot start without it.
         """
         return self._take(worth)
 
     def end_load(self, request: Request, position: int, slot: int) -> None:
-        """Keep a state that came from elsewhere; the KV before it is in the index."""
+        """Make a loaded state a snapshot; the KV before it must be in the index."""
         self._keep(request, position, slot, is_new=False)
 
     def free(self, slot: int) -> None:
-        """Give back a slot whose content is of no use."""
+        """Return a slot to the free list; its content is discarded."""
         self._free.append(slot)
 
     # ---------------------------------------------------------------- snapshots
 
     def limit(self, request: Request, num_tokens: int) -> int:
-        """Return how many of the next tokens a chunk may have: it ends where a state is kept."""
+        """Return how many of its next ``num_tokens`` tokens a request's chunk may have.
+
+        A chunk ends where a snapshot is to be saved.
+        """
         start = request.num_planned_tokens
         end = next((p for p in request.state_notes.points if p > start), start + num_tokens)
         return min(num_tokens, end - start)
@@ -292,11 +307,11 @@ class StateReuse:
             plan.state_saves.append(StateSave(request, end, slot))
 
     def end_saves(self, plan: StepPlan, failed: Collection[str]) -> None:
-        """Make what a completed step has saved findable; end its hold on what it loaded.
+        """Record the snapshots that a completed step has saved, and unpin those that it loaded.
 
         Args:
-            plan: completed; the KV of its tokens is in the index.
-            failed: ids of requests whose states are not to be trusted.
+            plan: the completed plan; the KV of its tokens is in the index.
+            failed: ids of requests whose states are unusable; their snapshots are discarded.
         """
         for snapshot in plan.pinned:
             snapshot.num_pins -= 1
@@ -318,14 +333,14 @@ class StateReuse:
         plan.state_saves = kept
 
     def release(self, request: Request, position: int, *, is_sound: bool) -> None:
-        """Take a request's slot, which holds its state at ``position``; it becomes a snapshot.
+        """Take back a request's slot; the state in it becomes a snapshot, or is discarded.
 
-        Call when the blocks of the request have been released.
+        Call it after the blocks of the request have been released.
 
         Args:
-            request: in no plan in flight.
-            position: its tokens that were computed.
-            is_sound: False: a step that failed may have left anything there.
+            request: a request in no plan in flight.
+            position: number of its tokens that the state covers.
+            is_sound: False if a failed step may have written the state, so that it is discarded.
         """
         state = request.state_notes
         slot, state.slot = state.slot, NO_SLOT
@@ -341,17 +356,17 @@ class StateReuse:
         state.points, state.last = [], None
 
     def clear(self) -> None:
-        """Discard all snapshots except those that a step in flight reads."""
+        """Drop all snapshots except those that a step in flight reads."""
         self._filled.clear()
         for snapshot in [s for s in self._table if not s.num_pins]:
             self._remove(snapshot)
             self._free.append(snapshot.slot)
 
     def check(self, in_use: Collection[int]) -> None:
-        """Assert that each slot has one owner; for tests.
+        """Assert that each slot has exactly one owner; for tests.
 
         Args:
-            in_use: slots of requests, and of saves in flight.
+            in_use: slots of requests, of saves in flight, of holds and of loads.
         """
         self._table.check()
         slots = [*self._free, *(s.slot for s in self._table), *in_use]
@@ -366,7 +381,9 @@ class StateReuse:
         min_gain: int | None = None,
         is_new: bool = True,
     ) -> None:
-        """Make a slot that holds a request's state a snapshot, if that is of use, or free it."""
+        """Make the state in a slot a snapshot if it saves enough tokens; otherwise free the
+        slot.
+        """
         state, size = request.state_notes, self._block_size
         depth = position // size
         prefix = request.prefix
@@ -397,7 +414,7 @@ class StateReuse:
             self._free.append(slot)
 
     def _bound_tokens(self) -> None:
-        """Discard snapshots until all together are within ``max_tokens``."""
+        """Evict snapshots until their lengths together are within ``StatePolicy.max_tokens``."""
         most = self._policy.max_tokens
         while most and sum(s.position for s in self._table) > most:
             victim = self._table.choose_victim(self._is_reachable)
@@ -408,7 +425,7 @@ class StateReuse:
             self._free.append(victim.slot)
 
     def _take(self, worth: int | None) -> int:
-        """Take a slot, dropping a snapshot if none is free; ``NO_SLOT`` if none may be dropped."""
+        """Take a slot, evicting a snapshot if none is free; ``NO_SLOT`` if none may be evicted."""
         if self._free:
             slot = self._free.pop()
             self._generations[slot] += 1

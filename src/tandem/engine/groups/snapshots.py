@@ -1,13 +1,13 @@
-"""The states that are kept of sequences: at which tokens, where, and which is given up first. Pure.
+"""A table of snapshots of recurrent states: where they are, and which is evicted first. Pure.
 
-A prefix of a model with states is taken up only where a state was kept. A snapshot is worth the
-tokens that it saves beyond the next shorter one of its chain. Worth is aged (GreedyDual): whatever
-is given up raises the level from which a snapshot counts that is made or used later, so that what
-nobody asks for goes in the end, however long it is.
+A prefix of a model with states can be reused only up to a snapshot. The worth of a snapshot is the
+number of tokens that it saves beyond the next shorter snapshot of its chain. Worth ages
+(GreedyDual): every eviction raises a level, which is added to the worth of snapshots that are made
+or used later. So a snapshot that is not used is evicted in the end, however long it is.
 
 A snapshot is filed under the key of the last full block before it (or the root), with the tokens
-after that block. So it is found along the chain of keys that a request has anyway, and its own key
-is that of a full block where it stands at the end of one. Copies and memory are the caller's.
+after that block, so a request finds it by the block keys that it has anyway. A snapshot at the end
+of a full block has that block's key as its own. Copies and memory are the caller's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,20 +21,20 @@ __all__ = ["Snapshot", "SnapshotTable", "choose_snapshots"]
 def choose_snapshots(
     start: int, end: int, marks: Iterable[int], every: int, min_gain: int = 1
 ) -> list[int]:
-    """Return the tokens at which a computation from ``start`` to ``end`` keeps a state, ascending.
+    """Return the positions at which a prefill from ``start`` to ``end`` saves snapshots, ascending.
 
-    A chunk of a prefill must end at each of them; how it is cut changes no bit of the result.
+    A chunk of the prefill must end at each of them; how a prefill is cut changes no bit of its
+    result.
 
     Args:
-        start: tokens whose state is there already.
-        end: tokens known; a state is kept there too.
-        marks: where a later prompt may branch off: the end of the last message, where another
-            prompt went on differently.
-        every: also at multiples of this; 0 is never.
-        min_gain: tokens that a state must save at least beyond the one before.
+        start: number of tokens whose state exists already.
+        end: number of known tokens; a snapshot is saved there too.
+        marks: positions from which a later prompt may diverge, such as the end of the last message.
+        every: save also at multiples of this number of tokens; 0: not.
+        min_gain: least distance between snapshots, in tokens.
     """
     chosen: list[int] = []
-    # Place marks first: a snapshot near a mark saves little beyond the mark's own.
+    # Choose marks first: a regular snapshot near a mark would save little beyond the mark's own.
     regular = range(start - start % every + every, end + 1, every) if every else ()
     for position in [*sorted(set(marks)), end, *regular]:
         is_new = start + min_gain <= position <= end
@@ -45,16 +45,16 @@ def choose_snapshots(
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A state of all layers that have one, at one token of one chain."""
+    """The saved state of all recurrent layers after one token of one chain."""
 
     parent_key: bytes
     """Key of the last full block before the snapshot, or of the root."""
     tail: bytes
-    """The tokens after that block, packed; fewer than a block."""
+    """The tokens after that block, packed; fewer than a block has."""
     position: int
     slot: int
     shorter: "Snapshot | None" = None
-    """The next shorter one of the chain that was kept when this one was taken."""
+    """The next shorter snapshot of the chain when this one was taken."""
     level: int = 0
     """Age level of the table when the snapshot was made or last used."""
     num_pins: int = 0
@@ -62,15 +62,15 @@ class Snapshot:
 
     @property
     def key(self) -> bytes:
-        """Key of the tokens before the snapshot: equal keys mean equal tokens."""
+        """Key of all tokens before the snapshot: equal keys mean equal tokens."""
         return hash_block(self.parent_key, self.tail) if self.tail else self.parent_key
 
 
 class SnapshotTable:
-    """Table that finds snapshots and chooses which to evict.
+    """The table of all snapshots, which also chooses the one to evict.
 
     Args:
-        block_size: tokens of a block of the chains.
+        block_size: tokens per block of the chains.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -95,14 +95,15 @@ class SnapshotTable:
         *,
         at_blocks: bool = False,
     ) -> Snapshot | None:
-        """Return the longest snapshot of a prefix of at most ``max_tokens``; changes nothing.
+        """Return the longest snapshot of a prefix of at most ``max_tokens`` tokens; changes
+        nothing.
 
         Args:
-            root_key: where the chain starts.
-            keys: of all full blocks among the first ``max_tokens``; more are ignored.
+            root_key: the first key of the chain.
+            keys: keys of all full blocks among the first ``max_tokens`` tokens; more are ignored.
             token_ids: the tokens themselves.
-            max_tokens: look no further.
-            at_blocks: only where a block ends.
+            max_tokens: largest number of tokens.
+            at_blocks: if True, consider only snapshots at the end of a block.
         """
         if not self._kept:
             return None
@@ -119,24 +120,24 @@ class SnapshotTable:
         return None
 
     def add(self, snapshot: Snapshot) -> None:
-        """Keep a snapshot of tokens that have none; see ``find_equal``."""
+        """Add a snapshot; there must be none of the same tokens (see ``find_equal``)."""
         assert self.find_equal(snapshot.parent_key, snapshot.tail) is None, "a second snapshot"
         self._filed.setdefault(snapshot.parent_key, []).append(snapshot)
         snapshot.level = self._level
         self._kept[snapshot] = None
 
     def find_equal(self, parent_key: bytes, tail: bytes) -> Snapshot | None:
-        """Return the snapshot of exactly these tokens."""
+        """Return the snapshot of exactly these tokens, or None."""
         return next((s for s in self._filed.get(parent_key, ()) if s.tail == tail), None)
 
     def touch(self, snapshot: Snapshot) -> None:
-        """Note that a snapshot was used."""
+        """Make a snapshot the most recently used, at the present age level."""
         snapshot.level = self._level
         del self._kept[snapshot]
         self._kept[snapshot] = None
 
     def count_worth(self, snapshot: Snapshot) -> int:
-        """Return the tokens that a snapshot saves beyond the next shorter one that is kept."""
+        """Return how many tokens a snapshot saves beyond the next shorter one in the table."""
         while snapshot.shorter is not None and not snapshot.shorter.is_kept:
             snapshot.shorter = snapshot.shorter.shorter
         return snapshot.position - (snapshot.shorter.position if snapshot.shorter else 0)
@@ -144,11 +145,13 @@ class SnapshotTable:
     def choose_victim(
         self, is_reachable: Callable[[Snapshot], bool], worth: int | None = None
     ) -> Snapshot | None:
-        """Return the snapshot to evict first, never a pinned one; None if none may go.
+        """Return the snapshot to evict next, never a pinned one; None if none may be evicted.
 
         Args:
-            is_reachable: False for a snapshot that cannot be used, as blocks before it are gone.
-            worth: of a new snapshot that would take its place; None: something must go.
+            is_reachable: returns False for a snapshot that is unusable, because blocks before it
+                are gone.
+            worth: tokens saved by the new snapshot that needs the place; only a snapshot worth less
+                is returned. None: any may be.
         """
         best, best_value = None, None if worth is None else self._level + worth
         for snapshot in self._kept:
@@ -162,7 +165,7 @@ class SnapshotTable:
         return best
 
     def remove(self, snapshot: Snapshot, *, is_evicted: bool = False) -> None:
-        """Forget a snapshot; its slot is the caller's again."""
+        """Remove a snapshot from the table; its slot belongs to the caller."""
         assert not snapshot.num_pins, f"a snapshot at {snapshot.position} is pinned"
         if is_evicted:
             self._level = max(self._level, snapshot.level + self.count_worth(snapshot))

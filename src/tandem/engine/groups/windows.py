@@ -1,19 +1,18 @@
-"""The blocks of layers with a window: a pool of their own, of which a request owns what it sees.
+"""Blocks of sliding-window layers: a pool of their own, of which a request has only its window.
 
-A token sees itself and ``window - 1`` before it. A request has a table of the blocks that its next
-token sees, and of those that steps in flight write; when it has got further, it gives up the blocks
-that it has left behind. What a block of the prefix index holds in these layers is filed with its
-node (``PrefixNode.window_block_id``), as long as there is room; a prefix is taken up at the last
-token at which the window before it is there. So the pool is independent of the other blocks: its
-size decides how many places of how many prompts later prompts can go on from.
+A token attends to itself and to ``window - 1`` tokens before it. A request has a table of the
+window blocks that its next token attends to and that steps in flight write; as it advances, it
+releases blocks behind its window. A window block whose tokens are in the prefix index is attached
+to their node (``PrefixNode.window_block_id``) while there is room. A cached prefix can be reused up
+to the last token whose window is cached. So this pool is independent of the full blocks: its size
+decides from how many positions of how many prompts later prompts can go on.
 
-What nobody owns is given up in two orders: first what requests have left behind as they went on,
-then what was seen at the ends of messages, prompts and answers and where prompts part; of each, the
-least recently used first.
+Blocks that no request references are evicted in two orders: first those that requests have left
+behind as they advanced, then those at ends of messages, prompts and answers and where prompts
+diverge; least recently used first in each.
 
-No request is preempted for these blocks. Each running one has a number of them reserved with which
-it can always compute a token; a chunk of a prefill takes what is left beside them. Pure and
-single-threaded, as the scheduler.
+No request is preempted for window blocks. Each running request has enough of them reserved to
+compute one token; the chunks of prefills use the rest. Pure and single-threaded.
 """
 
 from collections import Counter, OrderedDict
@@ -31,33 +30,34 @@ __all__ = ["WindowPolicy", "WindowReuse", "count_seen_blocks", "count_window_blo
 
 
 class WindowPolicy(NamedTuple):
-    """The window, and the number of blocks there is room for."""
+    """The size of the window, and the number of window blocks."""
 
     window: int
-    """Tokens that a token sees, itself included."""
+    """Number of tokens that a token attends to, itself included."""
     num_blocks: int
     """Number of window blocks for running requests and the prefix cache together."""
 
 
 def count_window_blocks(window: int, block_size: int) -> int:
-    """Return the blocks that a token sees at most, wherever it stands."""
+    """Return the largest number of blocks that the window of one token touches."""
     return count_seen_blocks(window, block_size) + 1
 
 
 def count_seen_blocks(window: int, block_size: int) -> int:
-    """Return the blocks before the end of a block that the next token sees."""
+    """Return how many preceding blocks the first token of a block attends to."""
     return -(-(window - 1) // block_size)
 
 
 class WindowReuse:
-    """Gives requests window blocks, and finds and keeps those of prefixes.
+    """The window blocks of running requests and of cached prefixes.
 
     Args:
-        policy: with blocks enough for one request.
-        index: whose nodes the blocks are filed with.
-        block_size: tokens of a block.
-        counters: where evictions are counted.
-        is_ahead: a step may be planned while another runs, which still sees one token less.
+        policy: with enough blocks for one request.
+        index: the prefix index, to whose nodes blocks are attached.
+        block_size: tokens per block.
+        counters: statistics, in which evictions are counted.
+        is_ahead: True if a step may be planned while another runs; each request then needs one more
+            block, because the running step's window begins earlier.
 
     Raises: ConfigError (too few blocks for one request).
     """
@@ -75,7 +75,8 @@ class WindowReuse:
         self._block_size = block_size
         self._reach = policy.window - 1
         self._reserve = count_window_blocks(policy.window, block_size) + is_ahead
-        # One block more than the reserve is needed: the source of a copy stays pinned meanwhile.
+        # One block more than the reserve is needed, for the source of a copy, which stays
+        # referenced until the step has completed.
         if policy.num_blocks < self._reserve + 1:
             raise ConfigError(
                 "engine.create_windows",
@@ -88,18 +89,20 @@ class WindowReuse:
         self._index = index
         self._by_block: dict[int, PrefixNode] = {}
         self._passed: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Nodes with unowned window blocks that requests left behind; these are evicted first."""
+        """Nodes with unreferenced window blocks that requests left behind; these are evicted
+        first."""
         self._kept: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Nodes with unowned window blocks at places where a later prompt may continue."""
+        """Nodes with unreferenced window blocks from which a later prompt may go on; evicted after
+        those."""
         self._num_pinned = 0
-        """Number of references of copies in plans in flight, of loads and of holds."""
+        """Number of references by copies in plans in flight, by loads and by holds."""
         self._filled: list[KeyedBlock] = []
         index.on_unlinked = self._forget
 
     # ---------------------------------------------------------------- hits
 
     def cut(self, match: PrefixMatch) -> PrefixMatch:
-        """Return the part of a match that ends where the window is there; changes nothing."""
+        """Return the longest part of a match at whose end the window is cached; changes nothing."""
         size, position = self._block_size, match.num_tokens
         nodes = [*match.nodes] if match.source is None else [*match.nodes, match.source]
         while position > 0:
@@ -112,20 +115,21 @@ class WindowReuse:
         return match.cut(position, size)
 
     def can_start(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
-        """Return True if one more request can always get the blocks for its next token."""
+        """Return True if one more request can be admitted, with enough window blocks left for its
+        reserve.
+        """
         wanted = self._count_reserved(request) + (match.source is not None)
         promised = sum(map(self._count_promised, running)) + self._num_pinned
         return wanted <= self.pool.num_blocks - promised
 
     def start(self, plan: StepPlan, request: Request, match: PrefixMatch) -> None:
-        """Give an admitted request the window blocks at the end of its match.
-
-        Call ``can_start`` first.
+        """Give an admitted request the window blocks at the end of its match. Call ``can_start``
+        first.
 
         Args:
             plan: gets the copy of a block that matches in part.
-            request: that is admitted.
-            match: of ``cut``.
+            request: the admitted request.
+            match: a result of ``cut``.
         """
         first = self._find_first(match.num_tokens)
         nodes = match.nodes[first:]
@@ -144,7 +148,7 @@ class WindowReuse:
         notes.marks = tuple(sorted(ends))
 
     def end_copies(self, plan: StepPlan) -> None:
-        """Release the blocks that a plan has copied from."""
+        """Release the blocks from which a completed plan has copied."""
         for copy in plan.window_copies:
             self._release(copy.src_block_id, self._kept)
         self._num_pinned -= len(plan.window_copies)
@@ -153,12 +157,12 @@ class WindowReuse:
     # ---------------------------------------------------------------- steps
 
     def limit(self, request: Request, num_tokens: int, running: Sequence[Request]) -> int:
-        """Return how many of its next tokens a request can get window blocks for.
+        """Return how many of a request's next ``num_tokens`` tokens can get window blocks.
 
         Args:
-            request: running, or with its first blocks.
-            num_tokens: wanted.
-            running: the running set; the request may be among them.
+            request: a running request, or one that ``start`` was called for.
+            num_tokens: number of tokens wanted.
+            running: the running requests; ``request`` may be among them.
         """
         table, start, size = (
             request.window_notes.table,
@@ -174,7 +178,9 @@ class WindowReuse:
         return max(min(num_tokens, (table.end + room) * size - start), 0)
 
     def extend(self, request: Request, end: int) -> None:
-        """Give a request window blocks for its tokens up to ``end``, as ``limit`` has allowed."""
+        """Allocate window blocks for a request's tokens up to ``end``, within what ``limit``
+        returned.
+        """
         notes = request.window_notes
         first, blocks = notes.table
         wanted = -(-end // self._block_size) - notes.table.end
@@ -183,12 +189,15 @@ class WindowReuse:
             notes.table = WindowTable(first, blocks + fresh)
 
     def keep(self, request: Request, position: int, node: PrefixNode) -> None:
-        """File a request's block with the node of its tokens, or let it share that node's.
+        """Attach a request's window block to the index node of its tokens.
+
+        If the node has a window block already, the request uses that one instead and releases its
+        own.
 
         Args:
-            request: that has computed the node's tokens.
-            position: of the block in the request.
-            node: that stands for these tokens in the index.
+            request: the request, which has computed the node's tokens.
+            position: index of the block in the request.
+            node: node of these tokens in the prefix index.
         """
         notes = request.window_notes
         first, blocks = notes.table
@@ -208,7 +217,7 @@ class WindowReuse:
             notes.table = WindowTable(first, tuple(changed))
 
     def advance(self, request: Request) -> None:
-        """Release the window blocks that a request has moved past."""
+        """Release the window blocks that lie behind a request's window."""
         notes = request.window_notes
         first, blocks = notes.table
         passed = min(self._find_first(request.num_computed_tokens) - first, len(blocks))
@@ -220,9 +229,7 @@ class WindowReuse:
             self._release(block_id, self._kept if is_marked else self._passed)
 
     def release(self, request: Request) -> None:
-        """Release all window blocks of a request that ends; the prefix index can still find
-        them.
-        """
+        """Release all window blocks of a request that ends; attached ones remain cached."""
         notes = request.window_notes
         for block_id in notes.table.blocks:
             self._release(block_id, self._kept)
@@ -231,26 +238,27 @@ class WindowReuse:
     # ---------------------------------------------------------------- lower tiers
 
     def take_filled(self) -> list[KeyedBlock]:
-        """Return the full window blocks that became findable since the last call."""
+        """Return the full window blocks that were attached since the last call, for lower tiers."""
         filled, self._filled = self._filled, []
         return filled
 
     def clear(self) -> None:
-        """Forget the filled blocks that were not reported: the index has been cleared."""
+        """Drop the list of filled blocks not reported yet, because the index has been cleared."""
         self._filled.clear()
 
     def list_lacking(self, nodes: Sequence[PrefixNode], position: int) -> list[int]:
-        """Return the positions of window blocks that are missing to continue at a token.
+        """Return the indexes of the window blocks that are not cached, of the window before a
+        token.
 
         Args:
-            nodes: of the leading blocks that the index has.
-            position: of the token.
+            nodes: nodes of the leading blocks that the index has.
+            position: position of the token.
         """
         first, end = self._find_first(position), -(-position // self._block_size)
         return [i for i in range(first, end) if i >= len(nodes) or nodes[i].window_block_id < 0]
 
     def take_for_load(self, num_blocks: int, running: Iterable[Request]) -> list[int] | None:
-        """Take window blocks for a load; None if they are reserved for running requests."""
+        """Allocate window blocks for a load; None if they are reserved for running requests."""
         promised = sum(map(self._count_promised, running)) + self._num_pinned
         if promised + num_blocks > self.pool.num_blocks:
             return None
@@ -258,26 +266,30 @@ class WindowReuse:
         return [self._allocate() for _ in range(num_blocks)]
 
     def end_load(self, node: PrefixNode | None, block_id: int) -> None:
-        """File a block that came from elsewhere with the node of its tokens, if that has none."""
+        """Release a loaded window block, attached to the node of its tokens if that has none
+        yet.
+        """
         if node is not None and node.window_block_id < 0:
             self._file(node, block_id)
         self.free(block_id)
 
     def hold(self, request: Request) -> None:
-        """Keep the window at the end of a request, so that other instances can read it."""
+        """Keep references to a request's window blocks at its end, so that other instances can read
+        them.
+        """
         request.held_window = request.window_notes.table
         for block_id in request.held_window.blocks:
             self.pool.retain(block_id)
         self._num_pinned += len(request.held_window.blocks)
 
     def release_hold(self, request: Request) -> None:
-        """Release the window that ``hold`` has kept."""
+        """Release the window blocks that ``hold`` has kept for a request."""
         for block_id in request.held_window.blocks:
             self.free(block_id)
         request.held_window = NO_WINDOW
 
     def free(self, block_id: int) -> None:
-        """Release a block that a load or another instance has held."""
+        """Release a window block that a load or a hold has referenced."""
         self._num_pinned -= 1
         self._release(block_id, self._kept)
 
@@ -289,7 +301,9 @@ class WindowReuse:
         in_flight: Iterable[StepPlan],
         loading: Iterable[int] = (),
     ) -> None:
-        """Assert that references have owners and that promises can be kept; for tests."""
+        """Assert that every reference has an owner and that all reserves fit the pool; for
+        tests.
+        """
         self.pool.check()
         running = list(running)
         owners: Counter[int] = Counter()
@@ -316,17 +330,19 @@ class WindowReuse:
     # ---------------------------------------------------------------- blocks
 
     def _find_first(self, position: int) -> int:
-        """Return the position of the first block that is seen by the token at ``position``."""
+        """Return the index of the first block in the window of the token at ``position``."""
         return max(position - self._reach, 0) // self._block_size
 
     def _is_seen(self, block: int, mark: int) -> bool:
-        """Return True if the window of the token at ``mark``, or of the one before it, includes
-        a block.
+        """Return True if a block is in the window of the token at ``mark``, or of the one before
+        it.
         """
         return self._find_first(max(mark - 1, 0)) <= block < -(-mark // self._block_size)
 
     def _count_reserved(self, request: Request) -> int:
-        """Return the blocks with which a request computes its next token in any case."""
+        """Return the number of blocks reserved for a request, with which it can compute its next
+        token.
+        """
         return min(self._reserve, -(-request.queue.max_total_tokens // self._block_size))
 
     def _count_promised(self, request: Request) -> int:
@@ -345,19 +361,19 @@ class WindowReuse:
             (self._passed if node in self._passed else self._kept).pop(node)
 
     def _release(self, block_id: int, order: OrderedDict[PrefixNode, None]) -> None:
-        """Drop a reference; a block without references becomes evictable in the given order."""
+        """Drop a reference; without references the block becomes evictable, last in ``order``."""
         if self.pool.release(block_id):
             order[self._by_block[block_id]] = None
 
     def _forget(self, node: PrefixNode) -> None:
-        """Take the window block from a node that the index has dropped."""
+        """Detach and free the window block of a node that the index has dropped."""
         if node.window_block_id >= 0:
             self._passed.pop(node, None)
             self._kept.pop(node, None)
             self._drop(node)
 
     def _file(self, node: PrefixNode, block_id: int) -> None:
-        """File a block with the node of its tokens."""
+        """Attach a window block to the index node of its tokens."""
         node.window_block_id = block_id
         self._by_block[block_id] = node
         self.pool.hold(block_id)

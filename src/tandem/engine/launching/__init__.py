@@ -1,1 +1,1 @@
-"""Instances that a launcher owns and several servers use: its roster, and both ends of it."""
+"""Launchers, which own instances that several servers use: their service, rosters and clients."""

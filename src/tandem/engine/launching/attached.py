@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TAG_BYTES = 4
 Connect = Callable[[str, InstanceSpec], SessionClient]
-"""Function that makes the control channel to the instance at an endpoint; not connected yet."""
+"""Function that makes the control channel to the instance at an endpoint, without connecting it."""
 
 
 class RosterSource(Protocol):
@@ -38,15 +38,15 @@ class RosterSource(Protocol):
 
     @property
     def entries(self) -> list[RosterEntry]:
-        """All instances."""
+        """The instances of all launchers."""
         ...
 
     def find(self, name: str) -> RosterEntry | None:
-        """Return the instance of a name."""
+        """Return the roster entry of the instance with this name, or None."""
         ...
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Wait until a condition on the roster entries holds."""
+        """Wait until ``is_met()`` is True, checking after each change of the roster entries."""
         ...
 
     async def change(self, change: ChangeRoster) -> None:
@@ -55,7 +55,9 @@ class RosterSource(Protocol):
 
 
 class AttachedInstance:
-    """A process that a launcher has started; an ``InstanceChild``."""
+    """A running process of a launcher's instance; an ``InstanceChild`` that this server does not
+    own.
+    """
 
     def __init__(self, entry: RosterEntry, rosters: RosterSource, client: SessionClient) -> None:
         self._entry = entry
@@ -64,11 +66,11 @@ class AttachedInstance:
 
     @property
     def pid(self) -> int:
-        """Process id of the instance on its machine."""
+        """Process id of the instance on its machine; 0 if unknown."""
         return self._entry.pid or 0
 
     async def wait(self) -> int:
-        """Return 0 when the launcher has replaced or removed the process of this name."""
+        """Wait until the launcher has replaced or removed this process; return 0."""
         await self._rosters.wait_for(self._is_over)
         return 0
 
@@ -83,7 +85,7 @@ class AttachedInstance:
 
 
 class AttachedLauncher:
-    """Finds an instance instead of starting it; a ``Launcher``."""
+    """A ``Launcher`` that waits for an instance of a launcher process instead of starting one."""
 
     def __init__(
         self, rosters: RosterSource, name: str, connect: Connect = make_instance_client
@@ -93,7 +95,7 @@ class AttachedLauncher:
         self._connect = connect
 
     async def start(self, spec: InstanceSpec) -> AttachedInstance:
-        """Wait until the launcher has started the instance, and return its process."""
+        """Wait until the instance serves; return its running process."""
         await self._rosters.wait_for(lambda: self._find() is not None)
         entry = self._find()
         assert entry is not None, "it has just been found"
@@ -117,13 +119,13 @@ class AttachedCluster(ClusterClient):
     """A ``ClusterClient`` of instances that launchers own.
 
     Args:
-        rosters: entered, and knows an instance; borrowed.
+        rosters: rosters of the launchers, entered, with at least one instance; not owned.
         common: settings of all instances, as far as a server needs them.
-        config: as of ``ClusterClient``.
-        policy: as there.
-        on_stage: as there.
-        connect: makes the channels to instances.
-        tag: as of ``Dispatcher``; None: a random one.
+        config: see ``ClusterClient``.
+        policy: see ``ClusterClient``.
+        on_stage: see ``ClusterClient``.
+        connect: makes the control channels to instances.
+        tag: see ``Dispatcher``; None: a random one.
     """
 
     def __init__(
@@ -154,8 +156,8 @@ class AttachedCluster(ClusterClient):
             self._common,
             name=entry.name,
             role=entry.role,
-            # Only the launcher has the addresses of the transfer engine; a default configuration
-            # here just tells that the instance reads other instances' KV.
+            # Only the launcher knows the addresses of the transfer engine. A default configuration
+            # here means that the instance can read other instances' KV.
             transfer=TransferConfig() if entry.reads_others else None,
         )
 
@@ -185,7 +187,9 @@ class AttachedCluster(ClusterClient):
         await super().__aexit__(*details)
 
     async def _wait_serving(self) -> None:
-        """Wait until one instance serves: those that are down when a server starts come later."""
+        """Wait until at least one instance serves; instances that are down do not delay a server's
+        start.
+        """
         waits = [asyncio.ensure_future(self._wait_or_fail(each)) for each in self._members]
         try:
             while waits:
@@ -205,7 +209,7 @@ class AttachedCluster(ClusterClient):
 
     async def _keep_synced(self) -> None:
         assert self._starting is not None, "entered before"
-        # Wait for the start to end, because it enters the members one after the other.
+        # Wait for the start to end, because it adds the members one after the other.
         await asyncio.wait((self._starting,))
         while True:
             await self._stale.wait()

@@ -1,4 +1,4 @@
-"""Settings of a launcher: where it listens, and how its instances are called."""
+"""Settings of a launcher: its endpoint, its name and its instances."""
 
 import re
 from typing import Annotated
@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{0,64}")
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a process that owns instances for servers elsewhere."""
+    """Settings of a launcher, a process that owns instances for servers elsewhere."""
 
     listen: Annotated[
         str,
@@ -42,7 +42,7 @@ class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse a name that is no word.
+        """Check the launcher's name: up to 64 letters, digits, dots, underscores and hyphens.
 
         Raises: ConfigError.
         """

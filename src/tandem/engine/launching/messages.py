@@ -12,32 +12,32 @@ __all__ = ["CHANGE", "LAUNCHER_ROLE", "ROSTER", "ChangeRoster", "Roster", "Roste
 
 LAUNCHER_ROLE = "launcher"
 ROSTER = "roster"
-"""Method: returns the ``Roster``; later ones are pushed."""
+"""Method that returns the ``Roster``; changed rosters are pushed as events afterwards."""
 CHANGE = "change"
-"""Method: takes a ``ChangeRoster`` and returns the roster after it."""
+"""Method that carries out a ``ChangeRoster`` and returns the roster after it."""
 
 
 class RosterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One instance of a launcher."""
+    """An instance in a launcher's roster."""
 
     name: str
-    """Unique in the cluster."""
+    """Name of the instance, unique in the cluster."""
     role: InstanceRole
     stage: InstanceStage
     endpoint: str = ""
-    """Endpoint of its process; over TCP the host is that of the launcher, as the server reaches
-    it."""
+    """Endpoint of its process. For TCP, the server replaces the host by the one at which it reaches
+    the launcher."""
     run: str = ""
-    """Id of the instance's process, changed by each restart; empty while none was started."""
+    """Id of the instance's process, new after each restart; empty before the first start."""
     pid: int | None = None
     is_draining: bool = False
     num_restarts: int = 0
     reads_others: bool = False
-    """True if it may take the roles prefill and decode."""
+    """True if it can read other instances' KV, so that it may take the roles prefill and decode."""
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):
-    """A reply and an event: all instances of a launcher."""
+    """All instances of a launcher; the reply to ``ROSTER`` and ``CHANGE``, and an event."""
 
     launcher: str
     instances: list[RosterEntry]

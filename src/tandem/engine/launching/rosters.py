@@ -1,9 +1,9 @@
-"""The rosters of all launchers that a server uses, kept current.
+"""The rosters of all launchers that a server uses, kept up to date.
 
-An address with a host name may mean several launchers: it is resolved again and again, so that
-machines come and go by their names alone. A launcher that is not heard of any more keeps its place
-for a while, since its instances may be well; then they are forgotten. All of it runs on one event
-loop.
+A host name in a launcher's address may resolve to several machines, with a launcher on each. It is
+resolved repeatedly, so that machines can be added and removed in the DNS alone. When the connection
+to a launcher is lost, its instances stay listed for a while, because they may still serve; then
+they are removed. All code runs on one event loop.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SERVES = (InstanceStage.LOADING, InstanceStage.READY)
 
 
 class _Link:
-    """The connection to one launcher, renewed after each loss."""
+    """The connection to one launcher, renewed whenever it is lost."""
 
     def __init__(self, url: str, auth: Auth, rpc: RpcConfig, on_change: Callable[[], None]) -> None:
         self.url = url
@@ -45,9 +45,10 @@ class _Link:
         self._on_change = on_change
         self.entries: list[RosterEntry] = []
         self.client: RpcClient | None = None
-        """None while there is no session."""
+        """Connected control channel to the launcher; None while there is no connection."""
         self.lost_s: float | None = None
-        """Time since which the launcher is lost; None: it is connected, or never was."""
+        """Time at which the connection was lost, on the event loop's clock; None if it is connected
+        or never was."""
         self.failure = "it has not answered yet"
         self.task = asyncio.get_running_loop().create_task(self._run())
 
@@ -91,7 +92,10 @@ class _Link:
 
 
 def _reach(entry: RosterEntry, url: str) -> RosterEntry:
-    """Return an entry whose address uses the host by which the launcher was reached."""
+    """Return an entry with the host of its endpoint replaced by the host in the launcher's URL.
+
+    Unchanged if either is a Unix socket.
+    """
     theirs, ours = parse_endpoint(entry.endpoint or url), parse_endpoint(url)
     if theirs.is_local_socket or ours.is_local_socket:
         return entry
@@ -100,13 +104,13 @@ def _reach(entry: RosterEntry, url: str) -> RosterEntry:
 
 
 class Rosters:
-    """The instances of all launchers. An async context manager.
+    """The rosters of all launchers. An async context manager.
 
     Args:
-        urls: of the launchers; ``cluster.launchers``.
-        secret: of the cluster; None: all are on this machine.
-        rpc: settings of the channels.
-        forget_s: after which a launcher that is not heard of has left.
+        urls: addresses of the launchers (``cluster.launchers``).
+        secret: secret of the cluster; None: all are on this machine.
+        rpc: settings of the control channels.
+        forget_s: seconds after the loss of a launcher until its instances are removed.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class Rosters:
         self._resolving: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self.on_change: Callable[[], None] | None = None
-        """Called when an entry has come, gone or changed."""
+        """Callback for each added, removed or changed entry; None: none."""
 
     async def __aenter__(self) -> Self:
         await self._resolve()
@@ -136,7 +140,9 @@ class Rosters:
 
     @property
     def entries(self) -> list[RosterEntry]:
-        """All instances; of two of one name the first, as told by the launchers in their order."""
+        """All instances, in the order of the launchers. Of two with one name, only the first is
+        listed.
+        """
         by_name: dict[str, RosterEntry] = {}
         for link in self._links.values():
             for entry in link.entries:
@@ -144,19 +150,19 @@ class Rosters:
         return list(by_name.values())
 
     def find(self, name: str) -> RosterEntry | None:
-        """Return the instance of a name."""
+        """Return the roster entry of the instance with this name, or None."""
         return next((entry for entry in self.entries if entry.name == name), None)
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Wait until a condition on the roster entries holds."""
+        """Wait until ``is_met()`` is True, checking after each change of the roster entries."""
         while not is_met():
             changed = self._changed
             await changed.wait()
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Wait until a launcher has told of an instance.
+        """Wait until at least one launcher has sent a roster with an instance.
 
-        Raises: DeadlineError (says why none has).
+        Raises: DeadlineError (``timeout_s`` has passed; the message gives the last failure).
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -167,10 +173,11 @@ class Rosters:
             raise DeadlineError("cluster.attach", f"{what}: {reasons or 'no address'}") from None
 
     async def change(self, change: ChangeRoster) -> None:
-        """Send a change to the launcher that owns the instance; a new one to the launcher with
-        the fewest.
+        """Send a change to the launcher that owns the instance, or an addition to the smallest
+        launcher.
 
-        Raises: NotFoundError; PeerLostError (its launcher is not there); as that answers.
+        Raises: NotFoundError (no such instance); PeerLostError (its launcher is not connected);
+            errors of the launcher.
         """
         link = self._choose(change)
         if link.client is None:
@@ -207,7 +214,7 @@ class Rosters:
             await self._resolve()
 
     async def _resolve(self) -> None:
-        """Start following new launchers, and forget those that have left."""
+        """Resolve the launchers' addresses; connect to new ones and drop those that have left."""
         wanted: dict[str, Auth] = {}
         for url in self._urls:
             for place in await _find_places(url):
@@ -228,7 +235,9 @@ class Rosters:
 
 
 async def _find_places(url: str) -> list[str]:
-    """Return the address of each launcher that a URL resolves to; empty if it does not resolve."""
+    """Return the URL of each launcher that a URL's host name resolves to; empty if it does not
+    resolve.
+    """
     endpoint = parse_endpoint(url)
     if endpoint.is_local_socket:
         return [url]

@@ -1,8 +1,8 @@
-"""A launcher: owns instances on one machine, and tells any number of servers of them.
+"""The launcher process: it owns instances on one machine and tells any number of servers of them.
 
-It starts them, watches them, and starts them again; servers send them requests themselves. What
-changes an instance for all servers is done here: roles, draining, restarts, coming and going. All
-of it runs on one event loop.
+It starts its instances, watches them and restarts them. Servers send requests to the instances
+directly. Changes that concern all servers are made here: roles, drains, restarts, added and removed
+instances. All code runs on one event loop.
 """
 
 import asyncio
@@ -37,28 +37,30 @@ __all__ = ["LauncherService", "OwnedCluster", "OwnedLauncher", "make_prefix"]
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.3
-"""Seconds for requests to arrive that servers sent before they learnt of a drain."""
+"""Seconds to wait after a drain begins, for requests that servers sent before they learned of
+it."""
 
 
 class OwnedLauncher(Launcher, Protocol):
-    """A launcher of one instance that reports the endpoint of its process."""
+    """A ``Launcher`` that also reports the endpoint of its latest process."""
 
     endpoint: str
-    """Endpoint of the process that was started last; empty before the first."""
+    """Endpoint of the latest process; empty before the first start."""
     num_started: int
 
 
 class OwnedCluster(ClusterClient):
-    """The instances of a launcher: requests come from servers, none from here.
+    """The ``ClusterClient`` of a launcher process; it sends no requests, as servers do that.
 
     Args:
-        specs: of the instances.
-        config: of their cluster.
-        is_staggered: as of ``ClusterClient``.
-        endpoint: of the launcher.
-        prefix: of the names of instances that are added.
+        specs: settings of the instances.
+        config: settings of the cluster.
+        is_staggered: see ``ClusterClient``.
+        endpoint: endpoint of the launcher; instances get the TCP ports after it.
+        prefix: prefix of the names of instances that are added later.
         on_change: called when the roster may have changed.
-        start_at: makes what starts an instance at an endpoint; empty: where it likes.
+        start_at: returns the launcher of one instance for an endpoint; for an empty endpoint it
+            chooses a Unix socket itself.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class OwnedCluster(ClusterClient):
         )
 
     def _choose_endpoint(self) -> str:
-        """Return the address of one more instance; empty: a socket in a folder of its own."""
+        """Return the endpoint of one more instance; empty if it is to be a Unix socket."""
         if self._endpoint.is_local_socket:
             return ""
         used = {launcher.endpoint for launcher in self._launchers.values()}
@@ -119,7 +121,7 @@ class OwnedCluster(ClusterClient):
         self._on_roster()
 
     async def _wait_idle(self, name: str, patience_s: float) -> None:
-        """Wait until an instance has no requests of any server, as it tells."""
+        """Wait until an instance reports no requests, at most ``patience_s`` seconds."""
         self._on_roster()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + patience_s
@@ -135,21 +137,21 @@ class OwnedCluster(ClusterClient):
             await asyncio.sleep(IDLE_LOOK_S)
 
     async def drain_out(self, name: str, patience_s: float) -> None:
-        """Drain an instance, and wait until it is idle."""
+        """Drain an instance and wait until it has no requests, at most ``patience_s`` seconds."""
         await self.drain(name)
         await self._wait_idle(name, patience_s)
 
     async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
-        """Drain an instance, wait until it is idle and restart it."""
+        """Drain an instance, wait until it has no requests, and restart it."""
         try:
             await super().restart(name, patience_s=patience_s)
         finally:
             self._on_roster()
 
     async def change(self, change: ChangeRoster) -> None:
-        """Carry out a change that a server asked for; it continues even if that server is lost.
+        """Carry out a change that a server asked for; it goes on even if that server is lost.
 
-        Raises: as the methods of ``ClusterClient``.
+        Raises: errors of the ``ClusterClient`` method that carries it out.
         """
         logger.info("event=change action=%s instance=%s", change.action, change.instance)
         task = asyncio.create_task(self._carry_out(change))
@@ -180,7 +182,7 @@ class OwnedCluster(ClusterClient):
 
     @property
     def num_changes(self) -> int:
-        """Number of changes asked for by servers that have not ended."""
+        """Number of changes in progress that servers have asked for."""
         return len(self._changes)
 
     async def __aexit__(self, *details: object) -> None:
@@ -211,14 +213,16 @@ class OwnedCluster(ClusterClient):
 
 
 class LauncherService:
-    """Owns instances and serves their roster. An async context manager; entering starts all.
+    """The service of a launcher: owns instances and sends rosters. An async context manager.
+
+    Entering starts all instances.
 
     Args:
-        specs: of the instances; see ``make_specs``.
-        config: of their cluster.
-        endpoint: where servers find the launcher.
-        name: of the launcher.
-        is_staggered: as of ``ClusterClient``.
+        specs: settings of the instances; see ``make_specs``.
+        config: settings of the cluster.
+        endpoint: address that servers connect to.
+        name: name of the launcher.
+        is_staggered: see ``ClusterClient``.
     """
 
     def __init__(
@@ -285,14 +289,17 @@ class LauncherService:
         return await self._cluster.wait_ready()
 
     async def drain(self, patience_s: float) -> None:
-        """Wait for all instances to end their requests, up to a limit; servers send no new ones."""
+        """Wait until all instances have ended their requests, at most ``patience_s`` seconds.
+
+        Servers send no new requests meanwhile.
+        """
         await asyncio.gather(
             *(self._cluster.drain_out(name, patience_s) for name in self.instances)
         )
 
     def _make_roster(self) -> Roster:
-        # Add the launcher's id to the run's name: a restarted launcher numbers its starts from one
-        # again.
+        # Add the launcher's id to each run's name, because a restarted launcher counts its starts
+        # from one again.
         entries = [
             msgspec.structs.replace(each, run=f"{self._identity.instance_id}-{each.run}")
             if each.run
@@ -302,7 +309,9 @@ class LauncherService:
         return Roster(launcher=self._identity.name, instances=entries)
 
     def _note_change(self) -> None:
-        """Tell servers of changes, once for all changes in one turn of the event loop."""
+        """Send the roster to all servers, once for all changes in one iteration of the event
+        loop.
+        """
         if not self._is_telling:
             self._is_telling = True
             asyncio.get_running_loop().call_soon(self._tell)
@@ -327,7 +336,7 @@ class LauncherService:
 
 
 def make_prefix(launcher: str) -> str:
-    """Return the prefix of the names of a launcher's instances."""
+    """Return the prefix of the names of a launcher's instances, made from the launcher's name."""
     return f"{launcher}-" if launcher else ""
 
 

@@ -1,4 +1,4 @@
-"""The secret of a cluster, and what is derived from it."""
+"""The secret of a cluster, and further secrets that are derived from it."""
 
 import base64
 from pathlib import Path
@@ -11,9 +11,9 @@ __all__ = ["derive_ray_token", "derive_transfer_secret", "read_cluster_secret"]
 
 
 def read_cluster_secret(config: ClusterConfig) -> str | None:
-    """Return the secret of a cluster; None: it is on one machine and has none.
+    """Return the secret of a cluster; None if it is on one machine and needs none.
 
-    Raises: as ``read_secret``.
+    Raises: errors of ``read_secret``.
     """
     if config.secret_file is not None:
         return read_secret(Path(config.secret_file))
@@ -21,12 +21,12 @@ def read_cluster_secret(config: ClusterConfig) -> str | None:
 
 
 def derive_transfer_secret(secret: str) -> str:
-    """Return the secret of the data path: whoever learns it has not got that of the calls."""
+    """Return the secret of the transfer engine; the cluster's secret cannot be computed from it."""
     return _derive(secret, b"transfer v1")
 
 
 def derive_ray_token(secret: str) -> str:
-    """Return the token that Ray's own processes ask for."""
+    """Return the token with which Ray's own processes authenticate."""
     return _derive(secret, b"ray v1")
 
 

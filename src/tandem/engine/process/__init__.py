@@ -1,1 +1,1 @@
-"""An instance as a process: its program, its supervision, a session with it."""
+"""Instances as processes: their program, their supervision, and sessions with them."""

@@ -1,7 +1,7 @@
-"""Child processes of the server: how one is started, told its settings, and ended.
+"""Child processes of the server: starting one, sending it its settings, ending it.
 
-A child reads one line of settings from standard input and ends when that input ends, so it never
-outlives its server, however the server ends.
+A child reads one line of settings from standard input. It ends when that input is closed, so it
+does not outlive its server, however the server ends.
 """
 
 import asyncio
@@ -15,17 +15,20 @@ from tandem.core.config import child_environment
 __all__ = ["end_child", "start_child", "write_settings"]
 
 EXIT_TIMEOUT_S = 5.0
-"""Seconds that a child may take to finish its work before it is killed."""
+"""Seconds that a child may take to end by itself before it is killed."""
 LOST_TIMEOUT_S = 0.5
-"""Seconds that a child which does not answer may take to end; its successor waits for it."""
+"""Seconds that a child that no longer answers may take to end before it is killed; its successor
+waits for it."""
 
 
 async def start_child(module: str, *, stdout: int | None = None) -> asyncio.subprocess.Process:
-    """Start ``python -m module``, which waits for ``write_settings``; end it with ``end_child``.
+    """Start ``python -m module`` as a child process, which waits for ``write_settings``.
+
+    End it with ``end_child``.
 
     Args:
-        module: the program.
-        stdout: as of ``asyncio.create_subprocess_exec``; None: ours.
+        module: name of the module to run.
+        stdout: as in ``asyncio.create_subprocess_exec``; None: that of this process.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -51,12 +54,12 @@ def write_settings(process: asyncio.subprocess.Process, spec: msgspec.Struct) ->
 async def end_child(
     process: asyncio.subprocess.Process, exited: "asyncio.Task[int]", *, is_lost: bool = False
 ) -> None:
-    """End a child process, by force if necessary; the time is bounded.
+    """End a child process, by SIGKILL if it does not end in time.
 
     Args:
-        process: from ``start_child``.
-        exited: its ``wait()``.
-        is_lost: it was well and no longer answers: it is not given the time to end by itself.
+        process: a result of ``start_child``.
+        exited: task of its ``wait()``.
+        is_lost: True if it no longer answers, so that it gets ``LOST_TIMEOUT_S`` only.
     """
     if process.stdin is not None:
         process.stdin.close()

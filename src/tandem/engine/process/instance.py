@@ -1,13 +1,14 @@
 """The instance process: one model, one engine, served over the control channel.
 
-Two threads. The main thread loads the model and runs the engine's steps; the other runs the
-control channel's event loop, so that a request is accepted, refused or cancelled while a step is
-computed. What a step produced goes to each server as one event.
+Two threads. The main thread loads the model and runs the engine's steps; the other runs the control
+channel's event loop, so that a request is accepted, refused or cancelled while a step is computed.
+The results of a step go to each server as one event.
 
-The process is started by ``tandem.engine.process.supervisor``, of a server or of a launcher, and
-gets its configuration as one line on standard input, later if it was started in advance. It ends
-when that input ends: it never outlives its starter. Any number of servers may connect; when one is
-lost, or its lease ends, its requests are cancelled.
+The supervisor of a server or of a launcher (``tandem.engine.process.supervisor``) starts the
+process and sends the configuration as one line on its standard input. It may start the process
+before it knows the configuration. The process ends when that input is closed, so it does not
+outlive its starter. Any number of servers may connect; when one is lost, or its lease ends, its
+requests are cancelled.
 """
 
 import asyncio
@@ -80,8 +81,8 @@ IDLE_WAIT_S = 0.5
 PROGRESS_INTERVAL_S = 0.1
 STORE_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
-"""Time limit of the first attempt to reach the store, seconds; without it the instance serves
-too."""
+"""Time limit in seconds of the first attempt to reach the store; if it fails, the instance serves
+without the store."""
 
 
 PREPARE = b"\n"
@@ -95,13 +96,13 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     """Endpoint to listen on, chosen by the launcher."""
     secret: str | None = None
-    """Secret of the cluster, proved by servers on other machines; None: a Unix socket needs
-    none."""
+    """Secret of the cluster, by which servers on other machines authenticate; None for a Unix
+    socket."""
     role: InstanceRole = "unified"
     cores: tuple[int, ...] = ()
     """CPUs that the instance computes on; empty: all that are allowed."""
     num_siblings: Annotated[int, Meta(ge=1)] = 1
-    """Instances that share the machine's memory, this one included."""
+    """Number of instances that share the machine's memory, this one included."""
     model: ModelConfig
     adapters: tuple[AdapterSource, ...] = ()
     """Adapters to load before serving; the reply to ``info`` lists those that failed."""
@@ -109,24 +110,30 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     rpc: RpcConfig
     tiers: TierConfig = msgspec.field(default_factory=TierConfig)
     store: StoreConfig | None = None
-    """The store in which KV outlives requests and this process; None: there is none."""
+    """Settings of the store of KV, which outlives requests and this process; None: there is no
+    store."""
     transfer: TransferConfig | None = None
-    """The transfer of blocks from prefill instances to decode instances, with the secret that they
-    share; None: this instance takes no part in that."""
+    """Settings of the transfer engine that moves blocks between instances, with their common
+    secret; None: this instance exchanges no blocks."""
     tells_blocks: bool = False
-    """True if servers are told which blocks the instance holds, so that they can route by them."""
+    """True if the instance reports to servers which blocks it has, so that they can route by
+    them."""
     kv_events: KvEventConfig = msgspec.field(default_factory=KvEventConfig)
     log_level: str = "info"
     log_format: str = "text"
 
 
 def compat_facts() -> dict[str, str]:
-    """Return the facts that a server and an instance must agree on before they speak."""
+    """Return the facts in which a server and an instance must agree to connect: the wire
+    version.
+    """
     return {"wire_version": str(WIRE_VERSION)}
 
 
 class Instance:
-    """State that both threads share: the stage, the engine once it is there, who owns what."""
+    """The state that both threads share: the stage, the engine once it exists, the owners of
+    requests.
+    """
 
     def __init__(self, spec: InstanceSpec) -> None:
         self._spec = spec
@@ -216,7 +223,7 @@ class Instance:
 
     @property
     def is_loading(self) -> bool:
-        """True if the instance has no work that ending it would interrupt."""
+        """True while the model loads, so that ending the process interrupts no request."""
         return not self._has_loaded.is_set() and self._stage.stage is not InstanceStage.FAILED
 
     # The methods below run on the main thread.
@@ -352,7 +359,7 @@ class Instance:
     def _load_adapters(
         self, built: "BuiltEngine"
     ) -> "tuple[AdapterTable | None, list[AdapterInfo], dict[str, str]]":
-        """Load the first adapters; return their table, those loaded and the errors of the
+        """Load the first adapters; return their table, the loaded ones, and errors by name of the
         others.
         """
         config = self._spec.model
@@ -411,18 +418,18 @@ class Instance:
 
 
 def read_spec(line: bytes) -> InstanceSpec:
-    """Decode the configuration line."""
+    """Decode the line of configuration."""
     return msgspec.json.decode(line, type=InstanceSpec)
 
 
 class _ServerWatch:
-    """A watch on standard input, whose other end the server holds: its end means the server is
-    gone.
+    """A thread that watches standard input, and ends this process when the server closes the other
+    end.
     """
 
     def __init__(self) -> None:
         self.instance: Instance | None = None
-        """Instance to stop; None while libraries are imported and settings awaited."""
+        """Instance to stop; None until the settings have arrived."""
         self._input = select.poll()
         # Watch only for hang-up: the main thread reads the input itself.
         self._input.register(sys.stdin.fileno(), select.POLLHUP | select.POLLRDHUP)
@@ -435,14 +442,14 @@ class _ServerWatch:
         self.stop()
 
     def stop(self) -> None:
-        """End the process, through the main thread if that has begun to serve."""
+        """Stop the instance or, if there is none yet, end the process at once."""
         if self.instance is None or self.instance.is_loading:
             os._exit(0)
         self.instance.stop()
 
 
 def main() -> int:
-    """Entry point of ``python -m tandem.engine.process.instance``."""
+    """Run ``python -m tandem.engine.process.instance``; return the exit status."""
     # Ctrl-C in a terminal sends SIGINT to the whole process group. Ignore it here: the server
     # drains first and then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

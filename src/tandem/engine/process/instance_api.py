@@ -1,8 +1,8 @@
 """The methods that servers may call of a ready instance, and the owner of each request.
 
-Owns the sender of each live request. Calls come on the control channel's event loop; ``deliver`` is
-called by the thread that runs the engine's steps. Knows no sockets and no processes, so that the
-simulated world runs it as it is.
+Remembers which server sent each live request. Calls come on the control channel's event loop; the
+thread that runs the engine's steps calls ``deliver``. It uses no sockets and no processes, so the
+simulated world runs the same code.
 """
 
 import asyncio
@@ -60,8 +60,8 @@ __all__ = ["Adapters", "InstanceApi", "PeerOpener", "ServerPeer", "StoreLookups"
 logger = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.01
-"""Shortest time between two load reports while requests run, seconds, so that reports do not
-slow short steps."""
+"""Shortest time in seconds between two load reports while requests run, so that reports do not
+delay short steps."""
 
 Req = TypeVar("Req")
 Res = TypeVar("Res")
@@ -71,40 +71,44 @@ class ServerPeer(Protocol):
     """A connected server."""
 
     def push_threadsafe(self, event: msgspec.Struct) -> None:
-        """Send an event; raises PeerLostError if the session is lost."""
+        """Send an event; callable from any thread. Raises PeerLostError if the session is lost."""
         ...
 
 
 class StoreLookups(Protocol):
-    """The store tier as used for arriving requests."""
+    """The store tier's operations for arriving requests."""
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
-        """Return how many leading blocks of a chain the store holds; None without an answer."""
+        """Return how many leading blocks of a chain the store has; None if it does not answer."""
         ...
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """Ask the store to evict blocks late, now and once they are stored; does not wait."""
+        """Ask the store to evict these blocks later than others, for ``pin_s`` seconds; does not
+        wait.
+        """
         ...
 
     async def flush(self) -> int:
-        """Remove this identity's blocks from the store; return how many."""
+        """Remove all blocks with this instance's KV identity from the store; return their
+        number.
+        """
         ...
 
 
 class PeerOpener(Protocol):
-    """The reader that opens other instances for reading, at a server's request."""
+    """The reader of other instances' blocks, which connects to instances that a server names."""
 
     async def open_peer(self, facts: KvPeer) -> None:
-        """Open an instance for reading, or reopen it after a restart."""
+        """Connect to an instance to read its blocks, also again after its restart."""
         ...
 
     async def close_peer(self, name: str) -> None:
-        """Forget an instance; its blocks are no longer read."""
+        """Disconnect from an instance; its blocks are no longer read."""
         ...
 
 
 class Adapters(Protocol):
-    """The adapters of the model; calls block."""
+    """The LoRA adapters of the model; the methods block."""
 
     def load(self, source: AdapterSource, *, is_confined: bool = False) -> AdapterInfo:
         """Load an adapter."""
@@ -117,31 +121,33 @@ class Adapters(Protocol):
 
 @dataclass(slots=True)
 class _Arrivals:
-    """The arriving requests of one server, by number."""
+    """The numbers of the requests that one server has sent, and the load last reported to it."""
 
     num_received: int = 0
     pending: set[int] = field(default_factory=set[int])
-    """Numbers of requests that arrived and were neither added nor refused yet."""
+    """Numbers of requests that have arrived and were neither added nor refused yet."""
     told: InstanceLoad | None = None
-    """Load that the server was told last, without its version."""
+    """Load last reported to the server, without version number."""
 
 
 class InstanceApi:
-    """Calls of servers to one engine.
+    """The handlers of servers' calls to one engine.
 
     Args:
-        name: of the instance.
-        engine: borrowed.
-        clock: the engine's.
-        tier: asked what the store holds; None: there is no store.
-        reader: of other instances' blocks; None: none are read.
-        adapters: of the model; None: it takes none.
-        info: of what runs.
-        role: of the instance.
-        inventory: of its blocks; None: servers are not told of them.
-        read_stats: collects the statistics; None: there are none.
-        read_experts: reads the counts of experts; None: none are counted.
-        read_load_speed: of KV from the store, tokens a second; None: nothing is loaded.
+        name: name of the instance.
+        engine: the engine; not owned.
+        clock: the engine's clock.
+        tier: store tier, asked which blocks the store has; None: there is no store.
+        reader: reader of other instances' blocks; None: none are read.
+        adapters: LoRA adapters of the model; None: it takes none.
+        info: facts about the model and instance, for servers.
+        role: role of the instance.
+        inventory: changes of the instance's blocks, reported to servers; None: not reported.
+        read_stats: returns the statistics; None: there are none.
+        read_experts: returns the counts of chosen experts; None: none are counted.
+        read_load_speed: returns the rate at which KV is loaded from the store, in tokens per
+            second;
+            None: nothing is loaded.
     """
 
     def __init__(
@@ -174,12 +180,12 @@ class InstanceApi:
         self._adapters = adapters
         self._owners: dict[str, ServerPeer] = {}
         self._counting = threading.Lock()
-        """Held while a request is added and while the load is measured, so that a load contains
-        exactly the requests that it says; taken before the engine's own lock."""
+        """Lock held while a request is added and while the load is measured, so that a load report
+        includes exactly the requests that it names. Taken before the engine's lock."""
         self._arrivals: dict[ServerPeer, _Arrivals] = {}
         self._num_loads = 0
         self._next_load_s = -math.inf
-        """Time before which step outputs carry no new load report, seconds."""
+        """Time before which step outputs carry no new load report, monotonic seconds."""
         self._handlers: dict[str, Callable[[ServerPeer, Any], Any]] = {
             ADD.name: self.add,
             CONTINUE.name: self.continue_request,
@@ -196,7 +202,7 @@ class InstanceApi:
         assert set(self._handlers) == {method.name for method in METHODS}
 
     async def handle(self, method: InstanceMethod[Req, Res], peer: ServerPeer, request: Req) -> Res:
-        """Answer a call of a server; each handler says what it raises."""
+        """Answer a server's call of a method by its handler, whose docstring lists its errors."""
         answer = self._handlers[method.name](peer, request)
         if inspect.isawaitable(answer):
             answer = await answer
@@ -204,13 +210,15 @@ class InstanceApi:
 
     @property
     def num_owned(self) -> int:
-        """Number of requests whose sender is remembered: those that are live or being added."""
+        """Number of requests whose sender is remembered: live ones, and ones that are being
+        added.
+        """
         return len(self._owners)
 
     async def add(self, peer: ServerPeer, request: AddRequest) -> Empty:
         """Queue a request.
 
-        Raises: as ``Engine.add``.
+        Raises: errors of ``Engine.add``.
         """
         engine = self.engine
         # Register the owner before the engine can produce output for the request.
@@ -244,17 +252,21 @@ class InstanceApi:
         return arrivals
 
     def continue_request(self, peer: ServerPeer, request: ContinueRequest) -> bool:
-        """Give a request its continuation; see ``ContinueRequest``.
+        """Append another instance's tokens to a request; see ``ContinueRequest``.
 
-        Raises: as ``Engine.continue_request``.
+        Returns False if the request is not live, or not of this server.
+
+        Raises: errors of ``Engine.continue_request``.
         """
         if self._owners.get(request.request_id) is not peer:
             return False
         return self.engine.continue_request(request)
 
     async def _look_up(self, request: AddRequest) -> tuple[int, StoreLookup | None]:
-        """Return how many leading blocks of a prompt the device or the store holds, and the lookup
-        that told.
+        """Return how many leading blocks of a prompt the device or the store has, and the store's
+        lookup.
+
+        The lookup is None if the store was not asked.
         """
         if self._tier is None or not isinstance(request.kv_source, TierKv):
             return 0, None
@@ -279,7 +291,7 @@ class InstanceApi:
         return missing.num_cached + lookup.found_blocks, lookup
 
     def take_event(self, peer: ServerPeer, event: CancelRequest | ReleaseHold) -> None:
-        """Cancel a request of this server, or release a hold; unknown ids are ignored."""
+        """Cancel a request of this server, or release held blocks; unknown ids are ignored."""
         if isinstance(event, ReleaseHold):
             self.engine.release_hold(event.request_id)
         elif self._owners.get(event.request_id) is peer and not self.engine.cancel(
@@ -289,9 +301,9 @@ class InstanceApi:
             self._owners.pop(event.request_id, None)
 
     async def _open_peer(self, _: ServerPeer, facts: KvPeer) -> Empty:
-        """Open another instance for reading, or reopen it after a restart.
+        """Connect to another instance to read its blocks, also again after its restart.
 
-        Raises: UnsupportedError (this instance reads from no other); as ``KvPeers.open``.
+        Raises: UnsupportedError (this instance reads no other); errors of ``KvPeers.open``.
         """
         if self._reader is None:
             raise UnsupportedError(
@@ -302,7 +314,7 @@ class InstanceApi:
         return Empty()
 
     async def _close_peer(self, _: ServerPeer, message: ClosePeer) -> Empty:
-        """Forget another instance; an unknown name is ignored."""
+        """Disconnect from another instance; an unknown name is ignored."""
         if self._reader is not None:
             await self._reader.close_peer(message.name)
         return Empty()
@@ -320,21 +332,21 @@ class InstanceApi:
         return self._count_experts()
 
     def _list_timelines(self, _: ServerPeer, query: TimelineQuery) -> list[InstanceTimeline]:
-        """Return what is known of requests; nothing of one that is forgotten."""
+        """Return the timelines of requests; unknown and forgotten ones are left out."""
         found = self.engine.list_timelines(query.request_ids)
         return [
             msgspec.structs.replace(each, instance=self._name, role=self._role) for each in found
         ]
 
     async def _load_adapter(self, _: ServerPeer, source: AdapterSource) -> AdapterInfo:
-        """Load an adapter from the folder that the settings allow.
+        """Load an adapter, which must lie in the folder that the settings allow.
 
-        Raises: as ``AdapterTable.load``; UnsupportedError (the instance takes no adapters).
+        Raises: UnsupportedError (the instance takes no adapters); errors of ``AdapterTable.load``.
         """
         return await asyncio.to_thread(self._require_adapters().load, source, is_confined=True)
 
     async def _unload_adapter(self, _: ServerPeer, message: UnloadAdapter) -> Empty:
-        """Take no further requests for an adapter; it is freed when its requests have ended.
+        """Refuse further requests for an adapter; it is freed when its requests have ended.
 
         Raises: NotFoundError; UnsupportedError (the instance takes no adapters).
         """
@@ -348,9 +360,10 @@ class InstanceApi:
         return self._adapters
 
     async def _flush_cache(self, _: ServerPeer, __: Empty) -> int:
-        """Forget cached prefixes, those in the store included; return the device's blocks freed.
+        """Drop all cached prefixes, also in the store; return the number of the device's blocks
+        freed.
 
-        Raises: TandemError (the store cannot be reached: its blocks are still there).
+        Raises: TandemError (the store cannot be reached, so its blocks are still there).
         """
         num_freed = self.engine.flush_cache()
         if self._tier is not None:
@@ -371,10 +384,11 @@ class InstanceApi:
                 self._owners.pop(request_id, None)
 
     def deliver(self, outputs: Iterable[RequestOutput]) -> None:
-        """Send each server the outputs of its requests, and the load; the engine's thread.
+        """Send each server the outputs of its requests, and the load. Called by the engine's
+        thread.
 
-        An idle instance calls it without outputs from time to time: what changes without a step,
-        such as the end of a hold, is told then.
+        An idle instance calls it without outputs from time to time, to report load changes that no
+        step causes, such as the end of a hold.
         """
         by_peer: dict[ServerPeer, list[RequestOutput]] = {}
         for output in outputs:
@@ -400,9 +414,9 @@ class InstanceApi:
                 peer.push_threadsafe(event)
 
     def _measure_loads(self, *, is_busy: bool) -> dict[ServerPeer, InstanceLoad]:
-        """Return the new load for each server, except those that were just told.
+        """Return the present load for each server to which one should be sent now.
 
-        ``is_busy``: there are outputs, so this will soon be called again.
+        ``is_busy``: True if there are outputs; reports then have a minimum interval.
         """
         now_s = self._clock.now_s()
         if is_busy and now_s < self._next_load_s and self.engine.has_requests:

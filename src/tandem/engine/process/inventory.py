@@ -1,10 +1,10 @@
-"""The blocks that an instance tells its servers that it holds.
+"""Changes of an instance's cached blocks, collected for the servers that are told of them.
 
-An index reports each change as it happens; a server is told the sum of the changes now and then. A
-server that comes later is first told of all there is. Keys go out by their heads: eight bytes are
-enough to choose an instance by, and a wrong one costs a miss.
+The prefix index reports each change as it happens; each server is sent the accumulated changes now
+and then. A new server is first sent all blocks. Keys are truncated to eight bytes: that suffices to
+choose an instance, and a collision costs a cache miss at most.
 
-Threads: the engine reports under its lock, any thread takes changes.
+Threads: the engine reports under its lock; any thread may take changes.
 """
 
 import threading
@@ -19,39 +19,39 @@ from tandem.engine.scheduling.prefix_index import PrefixNode
 __all__ = ["BlockInventory", "cut_key"]
 
 MAX_CHANGES = 1 << 14
-"""Largest number of key changes in one message, which stays below some 150 KB."""
+"""Largest number of key changes in one message, which is then below about 150 KB."""
 NO_CHANGES = BlockChanges()
 
 
 def cut_key(key: bytes) -> int:
-    """Return the head of a block's key; see ``BlockChanges``."""
+    """Return a block's key truncated to eight bytes, as an integer; see ``BlockChanges``."""
     return int.from_bytes(key[:8], "little")
 
 
 class _Keys:
-    """A set of keys, with the changes that each reader has not been told.
+    """A set of keys, and for each reader the changes that it was not told yet.
 
     Args:
-        is_remembered: True: a new reader is told of all keys; False: of changes alone.
+        is_remembered: if True, a new reader is first told all keys; if False, only later changes.
     """
 
     def __init__(self, *, is_remembered: bool = True) -> None:
         self._is_remembered = is_remembered
         self._held: set[int] = set()
         self._changes: dict[Hashable, dict[int, bool]] = {}
-        """For each reader: the last state of each changed key."""
+        """By reader: for each changed key, True if it is now in the set."""
 
     def open(self, reader: Hashable) -> None:
-        """Start recording changes for a reader."""
+        """Begin to collect changes for a reader."""
         if reader not in self._changes:
             self._changes[reader] = dict.fromkeys(self._held, True)
 
     def close(self, reader: Hashable) -> None:
-        """Forget a reader."""
+        """Drop a reader and its changes."""
         self._changes.pop(reader, None)
 
     def note(self, key: int, *, is_held: bool) -> None:
-        """Record that a key is now held, or not."""
+        """Record that a key is now in the set (``is_held``), or no longer."""
         if self._is_remembered:
             (self._held.add if is_held else self._held.discard)(key)
         for changes in self._changes.values():
@@ -61,14 +61,15 @@ class _Keys:
             changes[key] = is_held
 
     def clear(self) -> None:
-        """Forget all keys; the caller tells readers to reset."""
+        """Empty the set; the caller tells readers to forget all keys."""
         self._held.clear()
         for changes in self._changes.values():
             changes.clear()
 
     def take(self, reader: Hashable) -> tuple[list[int], list[int]]:
-        """Return the keys added and the keys removed since the last call, at most
-        ``MAX_CHANGES``.
+        """Return the keys added and the keys removed since the last call, latest first.
+
+        At most ``MAX_CHANGES``; the others stay for the next call.
         """
         changes = self._changes.get(reader, {})
         told = [changes.popitem() for _ in range(min(len(changes), MAX_CHANGES))]
@@ -76,11 +77,11 @@ class _Keys:
 
 
 class BlockInventory:
-    """An ``IndexObserver`` that sums changes up for each reader.
+    """An ``IndexObserver`` that collects changes for each reader.
 
     Args:
-        write: when blocks go to the store, as ``TierConfig.write``; off without one. A block that
-            is being put there counts as there, until a lookup does not find it.
+        write: policy by which blocks go to the store, as ``TierConfig.write``; ``off`` without a
+            store. A block that is being stored counts as stored until a lookup does not find it.
     """
 
     def __init__(self, write: Literal["write_through", "on_evict", "off"] = "off") -> None:
@@ -88,24 +89,26 @@ class BlockInventory:
         self._lock = threading.Lock()
         self._blocks = _Keys()
         self._group = _Keys()
-        """Blocks with a cached window, or with a cached state behind them; see ``BlockChanges``."""
+        """Keys of blocks at whose end a window or a state is cached; see ``BlockChanges``."""
         self._in_store = _Keys(is_remembered=False)
-        """Blocks in the store, as far as this instance has stored them or looked them up."""
+        """Keys of blocks in the store, as far as this instance has stored them or looked them
+        up."""
         self._readers: set[Hashable] = set()
         self._resets: set[Hashable] = set()
-        """Readers that must forget everything they were told before."""
+        """Readers that must be told to forget all keys."""
         self._num_states: Counter[int] = Counter()
-        """Number of states behind each block: several may share a block and differ after it."""
+        """Number of snapshots after each block; several may follow one block, with different
+        tokens."""
 
     def open(self, reader: Hashable) -> None:
-        """Start recording changes for a reader, beginning with everything that is held."""
+        """Begin to collect changes for a reader, beginning with all present blocks."""
         with self._lock:
             self._readers.add(reader)
             for keys in (self._blocks, self._group, self._in_store):
                 keys.open(reader)
 
     def close(self, reader: Hashable) -> None:
-        """Forget a reader."""
+        """Drop a reader and its changes."""
         with self._lock:
             self._readers.discard(reader)
             self._resets.discard(reader)
@@ -113,7 +116,7 @@ class BlockInventory:
                 keys.close(reader)
 
     def take(self, reader: Hashable) -> BlockChanges | None:
-        """Return the changes that a reader has not been told; None if there are none."""
+        """Return the changes that a reader was not told yet; None if there are none."""
         with self._lock:
             if reader not in self._readers:
                 return None
@@ -128,7 +131,7 @@ class BlockInventory:
         return None if changes == NO_CHANGES else changes
 
     def note_in_store(self, keys: Iterable[bytes], *, is_there: bool) -> None:
-        """Record that the store has blocks, or lacks them."""
+        """Record that the store has these blocks, or does not have them."""
         with self._lock:
             for key in keys:
                 self._in_store.note(cut_key(key), is_held=is_there)
@@ -136,7 +139,7 @@ class BlockInventory:
     # These methods are called by the prefix index.
 
     def note_stored(self, node: PrefixNode) -> None:
-        """Record that a block is now findable in the index."""
+        """Record that a block can now be found in the prefix index."""
         assert node.key is not None, "a partial block has no key"
         with self._lock:
             self._blocks.note(cut_key(node.key), is_held=True)
@@ -144,14 +147,14 @@ class BlockInventory:
             self.note_in_store([node.key], is_there=True)
 
     def note_removed(self, key: bytes) -> None:
-        """Record that a block is no longer findable in the index."""
+        """Record that a block can no longer be found in the prefix index."""
         with self._lock:
             self._blocks.note(cut_key(key), is_held=False)
         if self._write == "on_evict":
             self.note_in_store([key], is_there=True)
 
     def note_cleared(self) -> None:
-        """Record that no block is findable any more."""
+        """Record that the prefix index was emptied."""
         with self._lock:
             self._blocks.clear()
             self._group.clear()
@@ -159,14 +162,14 @@ class BlockInventory:
             self._resets |= self._readers
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Record that a state behind a block is now findable."""
+        """Record that a snapshot after a block can now be found."""
         key = cut_key(snapshot.parent_key)
         with self._lock:
             self._num_states[key] += 1
             self._group.note(key, is_held=True)
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """Record that a state cannot be found any more; another may follow the same block."""
+        """Record that a snapshot was removed; others after the same block may remain."""
         key = cut_key(snapshot.parent_key)
         with self._lock:
             self._num_states[key] -= 1
@@ -175,12 +178,12 @@ class BlockInventory:
                 self._group.note(key, is_held=False)
 
     def note_window_kept(self, node: PrefixNode) -> None:
-        """Record a block whose KV of the layers with a window can be found."""
+        """Record that a block's KV of the sliding-window layers can now be found."""
         assert node.key is not None, "a partial block has no key"
         with self._lock:
             self._group.note(cut_key(node.key), is_held=True)
 
     def note_window_removed(self, key: bytes) -> None:
-        """Record that a block's KV of the window layers is no longer findable."""
+        """Record that a block's KV of the sliding-window layers can no longer be found."""
         with self._lock:
             self._group.note(cut_key(key), is_held=False)

@@ -1,9 +1,9 @@
-"""Packed weights of a model that sleeps, mapped by the process that will start it again.
+"""Mappings that keep a sleeping model's packed weights in the page cache for the next start.
 
-The instance that mapped them has ended, and files that nobody maps are the first that memory
-pressure takes. Mapped and read once, their pages are in this process's page table: the kernel takes
-them only if they have not been used for long and nothing cheaper is left. They take no memory of
-this process's own, and the next instance maps the same pages.
+When an instance ends, nothing maps its weight files any more, and their pages are the first that
+the kernel reclaims under memory pressure. While this process maps them and has touched the pages,
+the kernel reclaims them only if they were long unused and nothing cheaper is left. The mappings
+take no memory of their own, and the next instance maps the same pages.
 """
 
 import logging
@@ -19,14 +19,15 @@ __all__ = ["KeptWeights"]
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_READ = 22
-"""Linux 5.14: put all pages into the page table, from the page cache where they are there."""
+"""madvise flag of Linux 5.14 that maps all pages of a range, reading those not in the page
+cache."""
 
 
 class KeptWeights:
-    """Read-only mappings of all finished files of some folders.
+    """Read-only mappings of all complete files of packed weights in some folders.
 
     Args:
-        folders: ``InstanceInfo.packed_folders``, of this machine.
+        folders: folders on this machine (``InstanceInfo.packed_folders``).
     """
 
     def __init__(self, folders: Iterable[str]) -> None:
@@ -50,7 +51,7 @@ class KeptWeights:
         self.size_bytes += len(mapped)
 
     def close(self) -> None:
-        """Unmap all. Idempotent."""
+        """Unmap all files. Idempotent."""
         for mapped in self._mapped:
             mapped.close()
         self._mapped.clear()

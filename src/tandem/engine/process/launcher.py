@@ -1,4 +1,4 @@
-"""Starting, reaching and ending an instance: all that supervision needs of the system.
+"""Starting, connecting to and ending an instance: the system calls that supervision needs.
 
 ``ProcessLauncher`` starts child processes; the simulated world has a launcher of its own.
 """
@@ -19,12 +19,12 @@ __all__ = ["InstanceChild", "Launcher", "ProcessLauncher", "make_instance_client
 
 MODULE = "tandem.engine.process.instance"
 CONNECT_TIMEOUT_S = 120.0
-"""Seconds from the start of the process until its socket exists; loading the model comes later.
-On a cold, busy disk Python has taken half a minute to import torch."""
+"""Seconds from the start of the process until its socket exists; it loads the model afterwards.
+Importing torch has taken half a minute on a cold, busy disk."""
 
 
 class InstanceChild(Protocol):
-    """One instance that was started."""
+    """The running process of one instance."""
 
     @property
     def pid(self) -> int:
@@ -37,16 +37,20 @@ class InstanceChild(Protocol):
         ...
 
     async def wait(self) -> int:
-        """Return the exit status once the process has ended. May be awaited several times."""
+        """Wait until the process has ended; return its exit status. May be awaited several
+        times.
+        """
         ...
 
     async def end(self, *, is_lost: bool = False) -> None:
-        """End the process, by force if necessary; the time is bounded, and short if it is lost."""
+        """End the process, by force if it does not end in time; it gets less time if
+        ``is_lost``.
+        """
         ...
 
 
 def make_instance_client(endpoint: str, spec: InstanceSpec) -> RpcClient:
-    """Return the control channel to an instance that is starting, or serves; not connected yet."""
+    """Return the control channel to an instance, without connecting it."""
     return RpcClient(
         endpoint,
         identity=make_identity("server", SERVER_ROLE, compat=compat_facts()),
@@ -56,40 +60,40 @@ def make_instance_client(endpoint: str, spec: InstanceSpec) -> RpcClient:
 
 
 class Launcher(Protocol):
-    """Starts instances for one supervisor, one at a time."""
+    """Starts the processes of one instance, one after the other."""
 
     async def start(self, spec: InstanceSpec) -> InstanceChild:
-        """Start an instance at an endpoint chosen here; the caller ends it."""
+        """Start the instance at an endpoint that the launcher chooses; the caller ends it."""
         ...
 
     async def prepare(self) -> None:
-        """Prepare the next start as far as possible without its settings. Idempotent."""
+        """Do the part of the next start that needs no settings, such as imports. Idempotent."""
         ...
 
     async def discard(self) -> None:
-        """Discard what ``prepare`` has prepared. Idempotent."""
+        """Undo ``prepare``. Idempotent."""
         ...
 
     async def close(self) -> None:
-        """Remove files that starts have left behind; call after the last instance has ended."""
+        """Remove files that starts have left; call it after the last process has ended."""
         ...
 
 
 class ProcessLauncher:
-    """Starts instances as child processes, reached by sockets in a folder of ours.
+    """Starts instances as child processes, which listen on sockets in a temporary folder.
 
     Args:
-        endpoint: where each of them is to be reached instead.
+        endpoint: endpoint for them to listen on instead; empty: a socket.
     """
 
     def __init__(self, endpoint: str = "") -> None:
         self._fixed_endpoint = endpoint
         self.endpoint = endpoint
-        """Endpoint of the process that was started last."""
+        """Endpoint of the latest process."""
         self._folder: Path | None = None
         self.num_started = 0
         self._prepared: asyncio.subprocess.Process | None = None
-        """Process that has imported libraries, or still does, and waits for its settings."""
+        """Process that was started in advance: it imports libraries and waits for its settings."""
 
     async def start(self, spec: InstanceSpec) -> "ChildInstance":
         """Start a child process, or use the prepared one, and send it its settings."""
@@ -106,8 +110,8 @@ class ProcessLauncher:
 
     async def prepare(self) -> None:
         """Start a process that imports libraries and then waits for its settings."""
-        # Make a writable folder first: without one, some libraries fail to import, with unclear
-        # errors.
+        # Make a writable folder first, because some libraries fail to import without one, with
+        # unclear errors.
         self._make_folder()
         if self._prepared is None:
             self._prepared = await start_child(MODULE)
@@ -136,7 +140,7 @@ class ProcessLauncher:
 
 
 class ChildInstance:
-    """A child process; an ``InstanceChild``."""
+    """An instance in a child process; an ``InstanceChild``."""
 
     def __init__(self, process: asyncio.subprocess.Process, client: RpcClient) -> None:
         self._process = process

@@ -1,9 +1,9 @@
-"""Importing what an engine needs, which is nearly all of an instance's start.
+"""The import of an engine's libraries, which takes most of an instance's start.
 
 Half of what transformers imports with its first model (``torch.distributed.tensor``,
-``torch._dynamo``, scipy) serves clusters, compilers and training. No public setting of torch or of
-transformers leaves it out, and their private parts are not ours to replace. The start of the server
-hides it instead: an instance imports while the server does.
+``torch._dynamo``, scipy) serves clusters, compilers and training. No public setting of torch or
+transformers avoids it. So that it delays the start less, an instance imports these libraries while
+the server imports its own.
 """
 
 import gc
@@ -21,14 +21,14 @@ LIBRARIES = (
     "transformers.modeling_layers",
     "transformers.models.auto.modeling_auto",
 )
-"""Libraries that an engine imports, whatever its model and settings."""
+"""Libraries that an engine imports for any model and settings."""
 
 
 def import_libraries() -> None:
     """Import the libraries that every model needs. Idempotent.
 
-    Without the garbage collector, which spends a sixth of the time on objects that stay for good,
-    and never looks at them later.
+    The garbage collector is off meanwhile: it would take a sixth of the time, for objects that are
+    never freed. Afterwards these objects are exempt from collection.
     """
     gc.disable()
     for name in LIBRARIES:

@@ -1,6 +1,6 @@
-"""The methods of an instance, as one table from which both ends follow.
+"""The methods of an instance that servers call, as one table for both ends.
 
-A new method is a line here, a handler in ``InstanceApi`` and a ``call`` where it is needed. The
+A new method is an entry here, a handler in ``InstanceApi`` and a ``call`` where it is needed. The
 instance registers every method of ``METHODS``; ``InstanceSession.call`` takes one of them.
 """
 
@@ -40,7 +40,7 @@ Res = TypeVar("Res")
 
 CALL_TIMEOUT_S = 30.0
 LOAD_TIMEOUT_S = 120.0
-"""Time-out of loading an adapter, seconds: its file may be on a slow disk."""
+"""Time limit in seconds of loading an adapter, whose file may be on a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)

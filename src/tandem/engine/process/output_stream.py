@@ -1,4 +1,4 @@
-"""The outputs of one request, read by its submitter."""
+"""The stream of one request's outputs, for the code that submitted it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,11 +9,11 @@ __all__ = ["OutputStream"]
 
 
 class OutputStream:
-    """Outputs of one request, in order; see ``tandem.server.engine.RequestStream``.
+    """The outputs of one request, in order; see ``tandem.server.engine.RequestStream``.
 
     Args:
-        request_id: of the request.
-        cancel: called with that id when reading stops early; never after the end.
+        request_id: id of the request.
+        cancel: called with that id if reading stops early; never after the last output.
     """
 
     def __init__(self, request_id: str, cancel: Callable[[str], None]) -> None:
@@ -27,7 +27,7 @@ class OutputStream:
         self._queue.put_nowait(output)
 
     async def cancel(self) -> None:
-        """Stop the request at once. Idempotent, and harmless after the end."""
+        """Cancel the request. Idempotent; no effect after the last output."""
         if not self._has_ended:
             self._has_ended = True
             self._cancel(self._request_id)

@@ -1,8 +1,7 @@
-"""One session with an instance process: its requests, its answers, its end.
+"""One session with an instance process: its requests, its replies, its end.
 
-Owns the connection and the receiver of each live request's outputs; knows nothing of processes.
-A session that is lost gives every waiting request a last output that says so. All of it runs on one
-event loop.
+Owns the connection and the receiver of each live request's outputs. When the session is lost, every
+live request gets a last output with an error. All of it runs on one event loop.
 """
 
 import asyncio
@@ -37,11 +36,11 @@ Res = TypeVar("Res")
 
 
 class SessionClient(Protocol):
-    """The control channel to one instance; ``tandem.rpc.RpcClient`` says what each part does."""
+    """The control channel to one instance; for its methods see ``tandem.rpc.RpcClient``."""
 
     @property
     def is_connected(self) -> bool:
-        """True if calls reach the instance."""
+        """True while calls reach the instance."""
         ...
 
     @property
@@ -50,11 +49,11 @@ class SessionClient(Protocol):
         ...
 
     def on_event(self, callback: Callable[[Peer, Any], None], event_type: Any) -> None:
-        """Set the callback for the instance's events, before connecting."""
+        """Set the callback for the instance's events of one type. Call it before connecting."""
         ...
 
     def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
-        """Set the callback for the loss of the session, before connecting."""
+        """Set the callback for the loss of the session. Call it before connecting."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -76,9 +75,9 @@ class InstanceSession:
     """A session with one instance process, from connection to loss.
 
     Args:
-        client: the control channel, not connected yet. Owned.
+        client: control channel, not connected yet; owned.
         on_stage: called with every change of stage but the last, and every step of progress.
-        on_ready: called once, when the instance serves, with what runs.
+        on_ready: called once, with the facts of the instance, when it serves.
     """
 
     def __init__(
@@ -116,21 +115,21 @@ class InstanceSession:
 
     @property
     def is_connected(self) -> bool:
-        """True if calls reach the instance."""
+        """True while calls reach the instance."""
         return self._client.is_connected
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the instance was heard; 0 without a connection."""
+        """Seconds since the instance last sent anything; 0 while it is not connected."""
         return self._client.silence_s
 
     async def submit(self, request: AddRequest, put: Callable[[RequestOutput], None]) -> None:
         """Queue a request; see ``tandem.server.engine.EngineClient.submit`` for the errors.
 
         Args:
-            request: with an id that is not live here.
-            put: called with each output, the last one with a finish reason, none after ``cancel``.
-                The first may come before this returns.
+            request: the request; its id must not be live here.
+            put: called with each output, the last of which has a finish reason; not after
+                ``cancel``. The first call may come before this returns.
         """
         request_id = request.request_id
         self._sinks[request_id] = put
@@ -147,8 +146,8 @@ class InstanceSession:
     async def call(self, method: InstanceMethod[Req, Res], request: Req) -> Res:
         """Call a method of the instance.
 
-        Raises: what its handler in ``InstanceApi`` raises; PeerLostError (the session is lost);
-            DeadlineError.
+        Raises: PeerLostError (the session is lost); DeadlineError; errors of the method's handler
+            in ``InstanceApi``.
         """
         return await self._client.call(
             method.name, request, method.response_type, timeout_s=method.timeout_s
@@ -162,7 +161,9 @@ class InstanceSession:
             self._client.push(CancelRequest(request_id=request_id))
 
     def release_hold(self, request_id: str) -> None:
-        """Release the blocks of a prefill at the instance; if it is lost, they are gone anyway."""
+        """Release the blocks that the instance holds for an ended prefill; do nothing if it is
+        lost.
+        """
         with contextlib.suppress(TandemError):
             self._client.push(ReleaseHold(request_id=request_id))
 
@@ -184,7 +185,7 @@ class InstanceSession:
                     del self._sinks[output.request_id]
                 put(output)
         elif event.stage is InstanceStage.READY:
-            # The session is ready once the instance has told which model it runs.
+            # The session is ready when the instance has sent the facts of its model.
             self._ready.set()
         else:
             self._on_stage(event)
@@ -192,7 +193,7 @@ class InstanceSession:
                 self._lost.set_result(event.detail)
 
     def _fail_sinks(self, text: str) -> None:
-        """End all waiting requests with an error; otherwise they would wait for ever."""
+        """End all live requests with an error, because no output comes for them any more."""
         error = PeerLostError("engine.run", text)
         sinks, self._sinks = self._sinks, {}
         for request_id, put in sinks.items():

@@ -1,7 +1,7 @@
 """The store that a server starts for itself: one child process with master and host.
 
-Owns the process and the folder of its socket. If the process dies it is started again; it finds
-the objects in its segment, and the clients in the instances find it under the same address.
+Owns the process and the folder of its socket. If the process dies, it is started again; it finds
+its objects in its segment, and the instances' clients reconnect at the same address.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ __all__ = ["StoreChild"]
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-"""Seconds in which each started store process must report that it serves."""
+"""Seconds within which a started store process must report that it serves."""
 RESTART_PAUSE_S = 0.2
 RESTART_PAUSE_MAX_S = 10.0
 
 
 class StoreChild:
-    """One supervised store. An async context manager; entering waits until it serves.
+    """A supervised store process. An async context manager; entering waits until it serves.
 
     Args:
-        store: with ``memory``; master, name and segment size are chosen here.
-        rpc: the control channel's settings.
-        log_level: of its process.
-        log_format: the same.
+        store: settings with ``memory``; master, name and segment size are chosen here.
+        rpc: settings of the control channel.
+        log_level: log level of the process.
+        log_format: log format of the process.
 
     Raises (entering): PeerLostError if it does not start.
     """
@@ -147,7 +147,7 @@ class StoreChild:
             pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
 
     async def _run_process(self, started: "asyncio.Future[None]") -> str:
-        """Run one process until it ends or falls silent; return the reason."""
+        """Run one store process until it ends or no longer answers; return the reason."""
         spec = StoreProcessSpec(
             store=self.store,
             rpc=self._rpc,

@@ -1,9 +1,9 @@
-"""Starts, watches and restarts one instance process.
+"""The supervisor of one instance: it starts, watches and restarts its process.
 
-Owns the child process and knows the current session with it. If the
-process dies, stops answering, or is killed, a new one is started after a pause that grows while
-starts keep failing. While one is silent and its lease lasts, the next is prepared: most of a start
-is the import of libraries. All of it runs on one event loop.
+Owns the child process and the session with it. If the process dies, is killed or stops answering, a
+new one is started, after a pause that grows while starts keep failing. When a process has been
+silent for part of its lease, the next one is already started in advance, because most of a start is
+the import of libraries. All of it runs on one event loop.
 """
 
 import asyncio
@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 
 RESTART_PAUSE_S = 0.2
 RESTART_PAUSE_MAX_S = 10.0
-"""Longest pause between restarts, seconds: it leaves room for several starts within
-``cluster.recovery_s``."""
+"""Longest pause between restarts in seconds; several starts still fit ``cluster.recovery_s``."""
 LOOKS_PER_LEASE = 8
-"""Number of checks for silence within one lease of the instance."""
+"""Number of checks for silence during one lease of the instance."""
 MAX_FIRST_STARTS = 3
-"""Starts that may fail before any has served; further ones would fail alike."""
+"""Number of failed starts after which an instance that has never served is given up."""
 
 
 class InstanceSupervisor:
-    """One supervised process. An async context manager; entering starts it.
+    """The supervisor of one instance's process. An async context manager; entering starts the
+    process.
 
     Args:
-        spec: of the instance.
+        spec: settings of the instance.
         on_stage: called with every change of stage and every step of progress.
-        launcher: starts it; None: as a child process. Owned.
-        is_asleep: it has no process before ``wake``.
-        max_first_starts: processes that may die before one has ever served, after which it is given
-            up; None: it never is, for somebody else starts it.
+        launcher: starts the process; None: as a child process. Owned.
+        is_asleep: if True, no process is started before ``wake``.
+        max_first_starts: number of processes that may die before one has served; then the instance
+            is given up. None: it is never given up, because a launcher restarts it.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class InstanceSupervisor:
         self._was_ready = False
         """True if the present process has served."""
         self._settled = asyncio.Event()
-        """Event set once it is known if the instance can serve at all."""
+        """Set when the instance has served once, or was given up."""
         self._restarting = asyncio.Event()
-        """Event that makes the present process end."""
+        """Set to end the present process and start another."""
         self._back = asyncio.Event()
-        """Event set when the next process serves."""
+        """Set when the process after a restart serves."""
         self._awake = asyncio.Event()
-        """Event that is clear while no process may run."""
+        """Cleared while no process may run."""
         self._asleep = asyncio.Event()
-        """Event set while the instance sleeps without a process."""
+        """Set while the instance sleeps without a process."""
         if not is_asleep:
             self._awake.set()
         self._kept: KeptWeights | None = None
-        """Mapped weights of a sleeping instance; None if it is awake or evicted."""
+        """Mappings of a sleeping instance's weights; None if it is awake or was evicted."""
         self.num_restarts = 0
 
     async def __aenter__(self) -> Self:
@@ -97,9 +97,7 @@ class InstanceSupervisor:
 
     @property
     def info(self) -> InstanceInfo | None:
-        """The facts of the running instance; None until ready, and while a dead instance is
-        replaced.
-        """
+        """The facts of the instance; None before it serves and while a dead process is replaced."""
         return self._info
 
     @property
@@ -109,18 +107,18 @@ class InstanceSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the instance, if one runs."""
+        """Process id of the instance; None while no process runs."""
         return None if self._child is None else self._child.pid
 
     @property
     def is_connected(self) -> bool:
-        """True if the present process answers."""
+        """True while the present process answers."""
         return self._session is not None and self._session.is_connected
 
     async def wait_ready(self) -> InstanceInfo:
         """Wait until the instance serves for the first time.
 
-        Raises: PeerLostError (it cannot serve at all; says why).
+        Raises: PeerLostError (the instance was given up; the message gives the reason).
         """
         await self._settled.wait()
         if self._info is None:
@@ -136,18 +134,19 @@ class InstanceSupervisor:
         self._spec = msgspec.structs.replace(self._spec, role=role)
 
     async def restart(self) -> None:
-        """End the process gracefully and start another one.
+        """End the process gracefully and start another; return when that one serves.
 
-        Returns when the new one serves; a start that fails is repeated as after a loss.
+        A start that fails is repeated, as after the loss of a process.
         """
         self._back = asyncio.Event()
         self._restarting.set()
         await self._back.wait()
 
     async def sleep(self) -> None:
-        """End the process and start none before ``wake``, but prepare the next start.
+        """End the process; start none before ``wake``.
 
-        Its libraries are imported, and packed weights stay mapped.
+        The next process is started in advance, so that it has imported its libraries, and the
+        packed weights stay mapped.
         """
         if self._kept is None and self._info is not None:
             # Map the packed weights before the old process ends, so that their pages stay in the
@@ -161,7 +160,7 @@ class InstanceSupervisor:
         await self._launcher.prepare()
 
     async def evict(self) -> None:
-        """Discard what was prepared to start the sleeping instance faster."""
+        """Give up the process started in advance and the mapped weights of a sleeping instance."""
         if self._asleep.is_set():
             self._drop_kept()
             await self._launcher.discard()
@@ -197,7 +196,7 @@ class InstanceSupervisor:
         return self._session
 
     async def _supervise(self) -> None:
-        """Run one process after another until a further start would fail alike."""
+        """Run one process after another, until the instance is given up."""
         pause_s = RESTART_PAUSE_S
         num_failed_starts = 0
         while True:
@@ -233,7 +232,7 @@ class InstanceSupervisor:
             pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
 
     async def _rest(self) -> None:
-        """Wait without a process until ``wake`` is called."""
+        """Wait, without a process, until ``wake`` is called."""
         self._restarting.clear()
         self._set_stage(StageChanged(InstanceStage.SLEEPING))
         self._asleep.set()
@@ -244,7 +243,7 @@ class InstanceSupervisor:
         self._set_stage(StageChanged(InstanceStage.STARTING, "waking up"))
 
     async def _run_process(self) -> str:
-        """Run one process until it is gone; return the reason."""
+        """Run one process until it ends or no longer answers; return the reason."""
         child = self._child = await self._launcher.start(self._spec)
         exited = asyncio.create_task(child.wait())
         self._session = InstanceSession(
@@ -285,7 +284,7 @@ class InstanceSupervisor:
             self._child = None
 
     async def _watch_silence(self, session: InstanceSession) -> None:
-        """Prepare the next process while this one has been silent for half its lease."""
+        """Start the next process in advance when the present one was silent for half its lease."""
         lease_s = self._spec.rpc.lease_ms / 1e3
         while True:
             await asyncio.sleep(lease_s / LOOKS_PER_LEASE)

@@ -1,1 +1,1 @@
-"""Scheduling of tokens and blocks for the next step: pure, but for the loads."""
+"""The scheduler of an instance: it plans which tokens each step computes and in which KV blocks."""

@@ -1,9 +1,9 @@
 """Admission: which waiting requests start in a step, and in which order. Pure.
 
-Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
-block's worth of growth for everybody, fits beside what the running ones still need. Clients get
-shares by their weights, and none of a client's requests is overtaken by more than ``MAX_OVERTAKEN``
-others.
+A waiting request never takes blocks from a running one. It is admitted when the free and evictable
+blocks suffice for its known tokens and one more block of growth, and for the same of every running
+request. Clients get shares of the running set in proportion to their weights, and at most
+``MAX_OVERTAKEN`` later requests of the same client are admitted before a request.
 """
 
 from collections import Counter
@@ -23,17 +23,21 @@ Requests whose KV is being loaded do not hold others back."""
 
 
 class Admission:
-    """Moves waiting requests to the running set.
+    """The part of the scheduler that moves waiting requests to the running set.
 
     Args:
-        state: of the scheduler; shared.
+        state: the scheduler's state, shared with its other parts.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def admit_waiting(self, plan: StepPlan, now_s: float) -> None:
-        """Start waiting requests, as far as budget, slots and blocks go."""
+        """Admit waiting requests and add their first tokens to the plan.
+
+        Stops at the step's token budget, at ``max_running`` requests, or at a request that lacks
+        blocks.
+        """
         state = self._state
         if not state.waiting or len(state.running) >= state.config.max_running:
             return
@@ -55,12 +59,12 @@ class Admission:
             reserved += state.count_outstanding(request)
 
     def order_waiting(self, now_s: float) -> list[Request]:
-        """Return the candidates of this step, the one to admit first in front.
+        """Return the waiting requests that this step considers, in order of admission.
 
-        By priority; then preempted ones in order of arrival; then the clients in turn, the one
-        with the fewest running requests for its weight first. Of one client, those passed over for
-        ``max_passover_s`` or by ``MAX_OVERTAKEN`` in order of arrival, then the longest cached
-        prefix first.
+        Sorted by priority; then preempted requests, by arrival; then by client, the one with the
+        fewest running requests for its weight first. Among requests of one client, those that have
+        waited ``max_passover_s`` or were overtaken ``MAX_OVERTAKEN`` times come first, by arrival;
+        the others follow, the longest cached prefix first.
         """
         state, waiting = self._state, self._state.waiting
         if state.config.prefix_cache and len(waiting) <= MAX_CANDIDATES:
@@ -81,9 +85,10 @@ class Admission:
         return waiting[:MAX_CANDIDATES]
 
     def _share_out(self, waiting: Sequence[Request]) -> list[Request]:
-        """Order requests so that clients run numbers of them in proportion to their weights.
+        """Order requests so that each client's number of running requests follows its weight.
 
-        The next slot goes to the client that has the fewest for its weight with it (D'Hondt).
+        Method (D'Hondt): the next place goes to the client for which running requests divided by
+        weight, counted with this request, is smallest.
         """
         shares = Counter(request.client for request in self._state.running)
         keyed: list[tuple[int, bool, float, int, Request]] = []
@@ -117,7 +122,7 @@ class Admission:
     def _admit(
         self, plan: StepPlan, request: Request, budget: int, reserved: int, now_s: float
     ) -> bool:
-        """Start a waiting request if its blocks fit; False if they do not."""
+        """Start a waiting request if its blocks fit; return True if it was started."""
         match = self._state.prefix.find(request)
         if self._fits(request, match, budget, reserved):
             self._start(plan, request, match, budget, now_s)
@@ -179,7 +184,9 @@ class Admission:
         state.emit(plan, request, num_tokens)
 
     def _report_start(self, request: Request, match: PrefixMatch, now_s: float) -> None:
-        """Record what the first admission of a request found."""
+        """Record a request's first admission: its time, its cached tokens and why not more were
+        cached.
+        """
         state, report, counters = self._state, request.report, self._state.counters
         report.first_scheduled_s = now_s
         report.num_cached_tokens = match.num_tokens
@@ -202,7 +209,7 @@ class Admission:
 
 
 def awaits_prefill(state: SchedulerState, request: Request, now_s: float) -> bool:
-    """Return True if a prefill instance has blocks of the request that were not loaded yet."""
+    """Return True if a request is to load KV from a prefill instance and has not begun to."""
     return (
         request.prefill_kv is not None
         and not request.load.has_loaded

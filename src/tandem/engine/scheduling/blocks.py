@@ -1,18 +1,17 @@
-"""The pool of KV blocks: references to blocks, and the free list.
+"""The pool of KV blocks: the free list, and a count of references for each block.
 
-Owns the free list and the reference counts; knows nothing of tokens, of prefixes or of memory
-(a block id is an index into whatever the runner allocated). A block is in exactly one state:
+A block is known here by its id alone, an index into the memory that the runner allocated; tokens
+and prefixes are the prefix index's business. A block is in exactly one state:
 
 - *free*: without references, not in the prefix index, in the free list;
-- *used*: at least one request (or pending copy, or load) references it, held by the index or not;
-- *cached*: without references, but in the index, which may evict it at any time.
+- *used*: referenced by at least one request, pending copy or load; in the prefix index or not;
+- *cached*: without references, but in the prefix index, which may evict it at any time.
 
-Memory for blocks is reserved as they are first taken, in the order of their ids, and stays
-reserved. So what has memory is a range from block 0 on, and free blocks that were taken before go
-first.
+A block gets memory when it is first allocated, and keeps it. Blocks are first allocated in
+ascending order of id, so the blocks with memory are those with ids below some number. A free block
+that has memory is allocated before one that has none.
 
-Pure, but for the ``BlockMemory`` that it asks, and single-threaded: the scheduler's thread alone
-touches it.
+Pure, except for calls of ``BlockMemory``. Only the scheduler's thread uses it.
 """
 
 from typing import NamedTuple, Protocol
@@ -32,14 +31,16 @@ __all__ = [
 ]
 
 WINDOW_BASE = 1 << 30
-"""First number by which transfers name window blocks; no pool has so many blocks."""
+"""Offset added to a window block's id in transfers, to tell it from a full block; larger than any
+pool."""
 
 
 class BlockCopy(NamedTuple):
-    """Copy the first ``num_tokens`` of a block, in all layers, before the step's forward pass.
+    """A copy of a block's first ``num_tokens`` tokens, in all layers, before the step's forward
+    pass.
 
-    Both blocks are pinned until the step is completed. No destination of a step is a source of
-    the same step, so the copies of a step may run in any order.
+    Both blocks are referenced until the step is completed. No block is both a source and a
+    destination of copies of one step, so these may run in any order.
     """
 
     src_block_id: int
@@ -48,64 +49,70 @@ class BlockCopy(NamedTuple):
 
 
 def make_state_id(slot: int) -> int:
-    """Return the number by which transfers name a state slot: negative, unlike any block id."""
+    """Return the id by which transfers name a state slot: -1 - slot, so never a block id."""
     return -1 - slot
 
 
 def find_state_slot(block_id: int) -> int | None:
-    """Return the state slot that a transfer's number names; None if it names a block."""
+    """Return the state slot of a transfer's id; None if the id is a block's."""
     return -1 - block_id if block_id < 0 else None
 
 
 def make_window_id(block_id: int) -> int:
-    """Return the number by which transfers name a window block."""
+    """Return the id that transfers use for a window block: its block id plus ``WINDOW_BASE``."""
     return WINDOW_BASE + block_id
 
 
 def find_window_block(block_id: int) -> int | None:
-    """Return the window block that a transfer's number names; None if it names something else."""
+    """Return the id in its pool of the window block that a transfer names; None if it names
+    another.
+    """
     return block_id - WINDOW_BASE if block_id >= WINDOW_BASE else None
 
 
 def is_full_block(block_id: int) -> bool:
-    """Return True if a transfer's number names a block of the layers that see all tokens."""
+    """Return True if a transfer's id is that of a block of the layers that attend to all tokens."""
     return 0 <= block_id < WINDOW_BASE
 
 
 class KeyedBlock(NamedTuple):
-    """A full block of the prefix index, its window block, or a kept state, for a lower tier.
+    """A cached full block, window block or state snapshot, as reported to lower tiers for copying.
 
-    Not pinned: a copier asks ``Scheduler.is_unchanged`` afterwards, and discards the copy
-    if the block has been given to another request meanwhile.
+    It is not referenced. Whoever copies it calls ``Scheduler.is_unchanged`` after the copy, and
+    discards the copy if the block has been allocated anew meanwhile.
     """
 
     key: bytes
     """Key of the tokens up to the end of the block."""
     block_id: int
-    """Block id, or the number that ``make_state_id`` or ``make_window_id`` returned."""
+    """Id of a full block, or the id that ``make_state_id`` or ``make_window_id`` gives."""
     generation: int
-    """``BlockPool.get_generation`` when the block was reported."""
+    """Value of ``BlockPool.get_generation`` when the block was reported; a new value means new
+    content.
+    """
 
 
 class BlockMemory(Protocol):
-    """The memory of the blocks, reserved as far as it is needed."""
+    """The memory behind a block pool, which the operating system provides piece by piece."""
 
     def reserve_blocks(self, num_blocks: int) -> int:
-        """Reserve memory of the first ``num_blocks`` blocks, or as many as the machine has it for.
+        """Reserve memory for the blocks with ids below ``num_blocks``, or for as many as there is
+        memory.
 
-        Returns: how many have memory now, maybe more than asked for; never fewer than before.
+        Returns: number of blocks that have memory now; it may exceed ``num_blocks`` and never
+            falls.
         """
         ...
 
 
 class BlockPool:
-    """Free list and reference counts of ``num_blocks`` blocks, all O(1).
+    """The free list and reference counts of ``num_blocks`` blocks. All operations are O(1).
 
     Args:
-        num_blocks: blocks that the runner has addresses for, ids ``0..num_blocks - 1``.
-        memory: asked before a block is taken for the first time; None: all have memory.
+        num_blocks: blocks that the runner has addresses for; ids ``0..num_blocks - 1``.
+        memory: asked for memory before a block is first allocated; None: all blocks have memory.
 
-    Raises: ConfigError (no block at all).
+    Raises: ConfigError (``num_blocks`` is less than 1).
     """
 
     def __init__(self, num_blocks: int, memory: BlockMemory | None = None) -> None:
@@ -131,38 +138,42 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be taken at once."""
+        """Number of blocks that can be allocated without eviction."""
         return len(self._free) - (self._num_planned - self.num_blocks)
 
     @property
     def is_short(self) -> bool:
-        """True if the machine lacked memory for blocks that were asked for."""
+        """True from a failed attempt to reserve memory for blocks until ``retry`` succeeds."""
         return self.num_blocks < self._num_planned
 
     @property
     def num_cached(self) -> int:
-        """Blocks in the index without references."""
+        """Number of blocks that are in the prefix index and not referenced."""
         return self._num_cached
 
     @property
     def num_used(self) -> int:
-        """Blocks that a request, a pending copy or a load references."""
+        """Number of blocks that a request, a pending copy or a load references."""
         return self._num_planned - len(self._free) - self._num_cached
 
     def get_num_refs(self, block_id: int) -> int:
-        """Return references of requests, pending copies and loads; the index's hold is not one."""
+        """Return a block's number of references: by requests, pending copies and loads, not by the
+        index.
+        """
         return self._num_refs[block_id]
 
     def get_generation(self, block_id: int) -> int:
-        """Return the number of times that a block was allocated: equal before and after means same
-        content.
+        """Return how often a block was allocated.
+
+        If two calls return the same number, no other request got the block between them.
         """
         return self._generations[block_id]
 
     def reserve(self, num_blocks: int) -> None:
-        """Reserve memory so that ``num_blocks`` free blocks can be taken, or all that are free.
+        """Reserve memory so that ``num_blocks`` blocks (at most all free ones) can be allocated.
 
-        If the machine lacks it, ``num_blocks`` and ``num_free`` count what there is from now on.
+        If memory runs out, ``is_short`` becomes True, and ``num_blocks`` and ``num_free`` count
+        only blocks that have memory. Does nothing during a shortage; ``retry`` ends it.
         """
         if self.is_short or self._memory is None:
             return
@@ -175,7 +186,10 @@ class BlockPool:
             self.num_blocks = self._num_reserved
 
     def retry(self) -> None:
-        """After a shortage, try to reserve memory for one more block; success ends the shortage."""
+        """Try to end a memory shortage by reserving memory for one more block.
+
+        If that succeeds, ``num_blocks`` counts all blocks again. Does nothing without a shortage.
+        """
         if not self.is_short or self._memory is None:
             return
         num_reserved = self._memory.reserve_blocks(self.num_blocks + 1)
@@ -183,10 +197,10 @@ class BlockPool:
             self._num_reserved, self.num_blocks = num_reserved, self._num_planned
 
     def allocate(self) -> int:
-        """Take a free block with one reference.
+        """Take a block from the free list, with one reference; return its id.
 
-        Raises: CapacityError (none free, or no memory; evicting cached ones is the caller's
-            decision).
+        Raises: CapacityError (no block is free, or no memory). Cached blocks are not evicted; the
+            caller does that.
         """
         self.reserve(1)
         if self.num_free < 1:
@@ -201,7 +215,7 @@ class BlockPool:
         return block_id
 
     def retain(self, block_id: int) -> bool:
-        """Add a reference to a used or cached block; True if it was only cached until now."""
+        """Add a reference to a used or cached block; return True if it had none before."""
         num_refs = self._num_refs[block_id]
         was_cached = num_refs == 0
         if was_cached:
@@ -211,9 +225,9 @@ class BlockPool:
         return was_cached
 
     def release(self, block_id: int) -> bool:
-        """Drop a reference; True if that was the last one of a block the index holds.
+        """Drop a reference; return True if the block is now cached: unreferenced, but in the index.
 
-        A block that the index does not hold goes to the free list with its last reference.
+        The last reference of a block that is not in the index returns it to the free list.
         """
         num_refs = self._num_refs[block_id] - 1
         assert num_refs >= 0, f"release of unreferenced block {block_id}"
@@ -233,7 +247,7 @@ class BlockPool:
         self._is_held[block_id] = True
 
     def drop_hold(self, block_id: int) -> None:
-        """Mark a block as not indexed; a block without references becomes free at once."""
+        """Mark a block as no longer indexed; if it has no references, it becomes free."""
         assert self._is_held[block_id], f"drop_hold of block {block_id} that is not held"
         self._is_held[block_id] = False
         if self._num_refs[block_id] == 0:

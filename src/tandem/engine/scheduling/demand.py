@@ -1,4 +1,6 @@
-"""The load of an instance, measured from its scheduler's state. Pure."""
+"""The load of an instance (queued tokens, blocks needed), computed from its scheduler's state.
+Pure.
+"""
 
 from tandem.core.wire import GROWTH_BLOCKS, InstanceLoad
 from tandem.engine.scheduling.request import Request, RequestState
@@ -10,7 +12,7 @@ __all__ = ["measure_load"]
 def measure_load(state: SchedulerState) -> InstanceLoad:
     """Return the load that live requests put on the instance. O(live requests).
 
-    Conservative: blocks that requests share are counted for each.
+    An upper bound: a block that several requests share is counted once for each.
     """
     queued_tokens = num_decoding = decode_tokens = largest_blocks = 0
     queued_context = 0.0
@@ -38,12 +40,13 @@ def measure_load(state: SchedulerState) -> InstanceLoad:
 
 
 def _count_queued(request: Request) -> int:
-    """Return the known tokens that a request has to compute before it decodes."""
+    """Return the number of a request's tokens that are to be computed before it decodes."""
     if request.state is RequestState.RUNNING:
         return request.num_remaining_tokens if request.queue.is_prefilling else 0
     if request.state is RequestState.LOADING or request.prefill_kv is not None:
-        # Its blocks are read from another instance or the store, so none of its tokens are computed
+        # The request's blocks are read from another instance or the store, so it computes no tokens
         # here.
         return 0
-    # Use the server's estimate of cached tokens: the real count is known only at admission.
+    # Use the server's estimate of the cached tokens (``expected_len``): how many are cached is
+    # known only at admission.
     return max(request.num_remaining_tokens - request.expected_len, 0)

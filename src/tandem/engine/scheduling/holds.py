@@ -1,7 +1,7 @@
-"""Blocks that outlive their request under a lease, so that a decode instance can read them.
+"""KV blocks of ended prefill requests, kept under a lease until a decode instance has read them.
 
-Owns one reference to each block of a hold, from the end of a prefill-only request until its hold
-is released or its lease has ended. Pure and single-threaded; time is an argument.
+Owns one reference to each such block, from the end of the prefill until ``release`` is called or
+the lease ends. Pure and single-threaded; time is an argument.
 """
 
 import math
@@ -17,13 +17,13 @@ __all__ = ["BlockHolds"]
 
 
 class BlockHolds:
-    """The blocks of ended prefills that are kept under a lease, by request id.
+    """The blocks kept for ended prefill requests, by request id.
 
     Args:
-        pool: of the blocks.
-        index: over that pool; learns when held blocks become evictable.
-        states: whose slots held requests keep; None: the model has no state.
-        windows: whose blocks they keep too; None: layers with a window have none of their own.
+        pool: the pool of the blocks.
+        index: the prefix index over that pool; told when kept blocks become evictable.
+        states: state slots, which are kept with the blocks; None: the model has no state.
+        windows: window blocks, which are kept too; None: window layers have no blocks of their own.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BlockHolds:
         self._states = states
         self._holds: dict[str, tuple[Request, float]] = {}
         self.num_pinned = 0
-        """Number of block references of holds, which no preemption frees."""
+        """Number of block references that holds own; preemption cannot free these blocks."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._holds
@@ -49,11 +49,15 @@ class BlockHolds:
 
     @property
     def next_end_s(self) -> float:
-        """Time at which the first lease ends; ``inf`` without holds."""
+        """Time at which the first lease ends, in monotonic seconds; ``inf`` if nothing is held."""
         return min((until_s for _, until_s in self._holds.values()), default=math.inf)
 
     def hold(self, request: Request, until_s: float) -> None:
-        """Keep the ``held_blocks`` of a request that ends; it still references them."""
+        """Keep the ``held_blocks`` of a request that is ending, by references of our own, until
+        ``until_s``.
+
+        The request must still have its own references.
+        """
         request_id = request.request_id
         assert request_id not in self._holds, f"request {request_id} is held already"
         for block_id in request.held_blocks:
@@ -64,12 +68,14 @@ class BlockHolds:
         self.num_pinned += len(request.held_blocks)
 
     def find(self, request_id: str) -> Request | None:
-        """Return the ended request whose blocks are held under this id."""
+        """Return the ended request whose blocks are held under this id; None if there is none."""
         hold = self._holds.get(request_id)
         return None if hold is None else hold[0]
 
     def release(self, request_id: str) -> bool:
-        """End a hold; False if there is none, as its lease may just have ended."""
+        """Release the blocks held for a request; return False if none are, for example after the
+        lease.
+        """
         hold = self._holds.pop(request_id, None)
         if hold is None:
             return False
@@ -84,19 +90,19 @@ class BlockHolds:
         return True
 
     def expire(self, now_s: float) -> None:
-        """End the holds whose lease has ended."""
+        """Release the blocks of all holds whose lease has ended."""
         ended = [name for name, (_, until_s) in self._holds.items() if until_s <= now_s]
         for request_id in ended:
             self.release(request_id)
 
     def list_slots(self) -> Sequence[int]:
-        """Return the slots of states held here; for checks."""
+        """Return the state slots of held requests, for consistency checks."""
         return [request.state_notes.slot for request, _ in self._holds.values()]
 
     def list_window_blocks(self) -> Sequence[int]:
-        """Return the blocks of layers with a window held here; for checks."""
+        """Return the window blocks of held requests, for consistency checks."""
         return [b for request, _ in self._holds.values() for b in request.held_window.blocks]
 
     def list_references(self) -> Sequence[int]:
-        """Return the block ids referenced here, one entry for each reference; for checks."""
+        """Return the ids of held blocks, one entry for each reference, for consistency checks."""
         return [b for request, _ in self._holds.values() for b in request.held_blocks]

@@ -1,6 +1,6 @@
-"""Lifecycle of requests: they arrive, their steps complete, they end. Pure.
+"""The lifecycle of requests: they are queued, get the results of their steps, and end. Pure.
 
-The only writer of a request's tokens, state and end. Time is an argument.
+Nothing else changes a request's tokens, state or finish reason. Time is an argument.
 """
 
 import heapq
@@ -20,10 +20,10 @@ NOT_FINISHED: Mapping[str, FinishReason] = MappingProxyType({})
 
 
 class Lifecycle:
-    """Takes requests in, records their steps, and ends them.
+    """The part of the scheduler that adds requests, records their steps, and ends them.
 
     Args:
-        state: of the scheduler; shared.
+        state: the scheduler's state, shared with its other parts.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -33,7 +33,9 @@ class Lifecycle:
 
     @property
     def next_deadline_s(self) -> float:
-        """Time of the earliest deadline; it may belong to a request that has ended."""
+        """Earliest deadline, in monotonic seconds; it may belong to a request that has ended
+        already.
+        """
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def add(self, request: Request) -> None:
@@ -102,7 +104,9 @@ class Lifecycle:
         return True
 
     def continue_request(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Append another instance's tokens; see ``Scheduler.continue_request``."""
+        """Append the tokens that another instance has generated; see
+        ``Scheduler.continue_request``.
+        """
         request = self._state.requests.get(request_id)
         if request is None or not request.awaits_continuation:
             return False
@@ -123,7 +127,8 @@ class Lifecycle:
     def expire(self, now_s: float) -> list[Request]:
         """End the requests whose deadline has passed; return them.
 
-        One in flight is left to ``complete``, which ends it for the same reason.
+        A request that is in a plan in flight is not ended here: ``complete`` ends it, also with
+        ``FinishReason.DEADLINE``.
         """
         expired: list[Request] = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
@@ -261,7 +266,7 @@ class Lifecycle:
         return None
 
     def finish(self, request: Request, reason: FinishReason, now_s: float | None) -> None:
-        """End a live request that is in no plan in flight; its blocks are released."""
+        """End a live request that is in no plan in flight, and release its blocks."""
         state = self._state
         if reason is FinishReason.PREFILLED:
             assert now_s is not None, f"request {request.request_id} is prefilled between steps"

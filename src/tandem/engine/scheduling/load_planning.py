@@ -1,7 +1,7 @@
-"""Planning of loads: which blocks come from lower tiers or another instance, and when. Pure.
+"""Planning of loads: which KV blocks to fetch from the store or another instance, and when. Pure.
 
-A load takes only blocks that neither the running requests nor those ahead in the queue need next,
-and never so many that a running request could not reach its full length. So it delays no decode.
+A load may take a block only if neither a running request nor a request ahead in the queue needs it
+next, and only if every running request can still reach its full length. So a load delays no decode.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 __all__ = ["LoadPlanning"]
 
 LOADING_SHARE = 4
-"""Divisor of the pool: at most one block in so many may be in transfer at a time."""
+"""Divisor: loads from lower tiers may occupy at most 1/4 of the pool's blocks at a time."""
 
 
 class LoadPlanning:
-    """Starts loads for waiting requests.
+    """The part of the scheduler that starts loads of KV for waiting requests.
 
     Args:
-        state: of the scheduler; shared.
-        admission: knows the order of the queue; borrowed.
+        state: the scheduler's state, shared with its other parts.
+        admission: gives the order of the queue; not owned.
     """
 
     def __init__(self, state: SchedulerState, admission: Admission) -> None:
@@ -34,7 +34,11 @@ class LoadPlanning:
         self._admission = admission
 
     def plan_loads(self, plan: StepPlan, now_s: float) -> None:
-        """Start loads for requests in the queue, in its order, as far as blocks allow."""
+        """Add loads for waiting requests to the plan, in order of the queue, as far as blocks
+        allow.
+
+        First, requests whose wait for a load is over go back to the waiting queue.
+        """
         state = self._state
         for request in [r for r in state.loading if r.load.wait_until_s <= now_s]:
             request.awaits_continuation = False
@@ -62,8 +66,9 @@ class LoadPlanning:
     def _start_load(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> list[BlockLoad]:
-        """Start loading up to ``room`` blocks for a waiting request, if the planner wants a
-        load.
+        """Start a load of at most ``room`` blocks for a waiting request; return its transfers.
+
+        Returns an empty list if no load is possible, or if the planner prefers to compute.
         """
         state, loaded_state, windows = self._state, None, list[WindowLoad]()
         if request.load.has_loaded or not request.can_reuse_prefix:
@@ -81,8 +86,8 @@ class LoadPlanning:
                     return []
                 loaded_state = (b"", slot)
             if state.windows is not None:
-                # List the window blocks at the end of the prompt; the prompt's partial last block
-                # has no key.
+                # List the window blocks that cover the end of the prompt. The prompt's partial last
+                # block has no key.
                 lacking = state.windows.list_lacking(match.nodes, request.prompt_len)
                 blocks = state.windows.take_for_load(len(lacking), state.running)
                 if blocks is None:
@@ -133,7 +138,11 @@ class LoadPlanning:
     def _choose_from_tiers(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> Sequence[bytes]:
-        """Return the keys of the blocks to load from lower tiers, as the planner decides."""
+        """Return the keys of the blocks to load from lower tiers, for a model without states or
+        windows.
+
+        Empty if nothing is to be loaded. Sets how long the request waits for the load.
+        """
         state = self._state
         room = min(room, state.pool.num_blocks // LOADING_SHARE - state.loads.num_in_transfer)
         if state.tiers is None or not isinstance(request.kv_source, TierKv) or room <= 0:
@@ -152,10 +161,12 @@ class LoadPlanning:
     def _choose_with_state(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> tuple[PrefixMatch, Sequence[bytes], tuple[bytes, int]] | None:
-        """Return what to load of blocks and the state behind them: all of it, or nothing.
+        """Choose blocks to load together with the state at their end, for a model with states.
 
-        Returns: the blocks that the device has before those to load, their keys, and the state's
-            key with a slot for it.
+        A state is useless without all blocks before it, so either everything is loaded or nothing.
+
+        Returns: the match of blocks that the device has already, the keys of the blocks to load,
+            and the state's key with a slot reserved for it; None: load nothing.
         """
         state = self._state
         if state.loads.num_in_transfer:
@@ -184,10 +195,12 @@ class LoadPlanning:
     def _choose_with_windows(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> tuple[PrefixMatch, Sequence[bytes], list[WindowLoad]] | None:
-        """Return what to load so that a request goes on further: blocks, and the window behind.
+        """Choose blocks to load together with the window blocks at their end, for a model with
+        windows.
 
-        Returns: the blocks that the device has before those to load, their keys, and what is
-            lacking of the last window.
+        Returns: the match of blocks that the device has already, the keys of the blocks to load,
+            and the window blocks that the device lacks for the window at their end, each with a
+            block reserved for it; None: load nothing.
         """
         state = self._state
         room = min(room, state.pool.num_blocks // LOADING_SHARE - state.loads.num_in_transfer)

@@ -1,14 +1,15 @@
-"""Loads of blocks from lower tiers, or from another instance, into the prefix index.
+"""Loads of KV blocks from the store or from another instance into the prefix index.
 
-Owns the blocks that transfers write into and, for each request with a load, the path of blocks
-that the load extends. A block that has come is inserted into the index as soon as all before it
-have come, and is then a cached block like any other; a load gives its request nothing else.
+Owns the blocks that transfers write into and, for each request with a load, the chain of indexed
+blocks that the load extends. A block that has arrived is inserted into the prefix index when all
+blocks before it are there; from then on it is a cached block like any other. The request gets
+nothing else from its load: it finds the blocks in the index.
 
-Invariants: a block in transfer is referenced until its end is reported, even if the request has
-gone, so no late transfer writes into a block of another request; a block is inserted only if its
-content is there and its whole path is in the index.
+Invariants: a block that a transfer writes into stays referenced until the end of the transfer is
+reported, even if its request has ended, so a late transfer never writes into another request's
+block; a block is in the index only if its content and all blocks before it are there.
 
-Pure and single-threaded: bytes are moved by the executor of ``StepPlan.loads``.
+Pure and single-threaded: the executor of ``StepPlan.loads`` moves the bytes.
 """
 
 from collections.abc import Sequence
@@ -39,37 +40,39 @@ class LoadDecision(NamedTuple):
     """The planner's decision: how many blocks to load, and how long the request waits."""
 
     num_blocks: int
-    """Number of blocks to load, counted from the first key; 0: compute them."""
+    """Number of blocks to load, from the first key on; with 0, the request computes all of them."""
     wait_s: float = 0.0
-    """Seconds during which the request is not admitted. The load itself goes on while the request
-    is in the queue and ends when it is admitted: with 0, only time in the queue is used."""
+    """Seconds for which the request is not admitted, so that the load can complete. With 0, the
+    load has only the time that the request spends in the queue anyway: admission ends it.
+    """
 
 
 class TierPlanner(Protocol):
-    """Decides whether blocks are loaded or computed. Pure: no clock, no lookup that waits."""
+    """The decision to load blocks of a prompt or to compute them. Pure: no clock, no waiting."""
 
     def choose_load(
         self, request: Request, keys: Sequence[bytes], num_matched: int, now_s: float
     ) -> LoadDecision:
-        """Decide about the full blocks that follow what the device holds of a prompt.
+        """Decide how many of the full blocks that the device lacks are loaded from lower tiers.
 
-        Asked in every step in which the request waits, until a load starts or it is admitted.
-        So what lower tiers hold must be known before the request is added.
+        Called in every step while the request waits, until a load starts or the request is
+        admitted. So the planner must know the content of the lower tiers before the request is
+        added.
 
         Args:
-            request: not modified.
-            keys: of those blocks, in order; at least one.
-            num_matched: blocks before them, which the device holds.
-            now_s: of the step.
+            request: the waiting request; not modified.
+            keys: keys of the lacking full blocks, in order; at least one.
+            num_matched: number of blocks before these, which the device has.
+            now_s: time of the step, in monotonic seconds.
         """
         ...
 
 
 class WindowLoad(NamedTuple):
-    """The part of a block that layers with a window hold, to be loaded."""
+    """A window block to load: the KV of the sliding-window layers for one block of the prompt."""
 
     position: int
-    """Position of the block in the prompt."""
+    """Index of the block in the prompt."""
     key: bytes
     """Key of the block; empty for the tail of a prompt."""
     block_id: int
@@ -82,28 +85,31 @@ class _Load:
     node: PrefixNode
     """Node of the last block of ``path``, or the root."""
     path: list[int]
-    """Blocks from the start of the prompt that are in the index, each referenced once."""
+    """Ids of the blocks from the start of the prompt that are in the index; the load owns one
+    reference to each."""
     first: int
-    """Position of the first block loaded."""
+    """Index in the prompt of the first block that is loaded."""
     pending: list[BlockLoad]
-    """Loads that are not in the index yet, in order."""
+    """Blocks that are not in the index yet, in order of the prompt; states and window blocks
+    follow.
+    """
     done: set[int] = field(default_factory=set[int])
-    """Blocks of ``pending`` whose content is there, while one before them is missing."""
+    """Ids of the blocks in ``pending`` that have arrived, while one before them has not."""
     tail: PrefixNode | None = None
-    """Tail of the tokens behind the last full block, if they were loaded."""
+    """Node of the prompt's partial last block, once it has been loaded."""
 
 
 class BlockLoads:
-    """The loads in progress, by request and by block.
+    """The loads in progress, by request, and the transfers in progress, by block.
 
     Args:
-        pool: of the blocks.
-        index: over that pool; the blocks that come are inserted there.
-        prefix: learns which keys are about to come.
+        pool: the pool of the blocks.
+        index: the prefix index, into which blocks that arrived are inserted.
+        prefix: told which keys a load will provide, so that other requests can wait for them.
         block_size: tokens per block.
-        counters: where blocks that came, and that did not, are counted.
-        states: whose slots states come to; None: the model has none.
-        windows: whose blocks the windows' KV comes to; None: the model has none.
+        counters: statistics, in which loaded and failed blocks are counted.
+        states: state slots that loaded states are written to; None: the model has no state.
+        windows: window blocks that loaded windows are written to; None: the model has none.
     """
 
     def __init__(
@@ -130,16 +136,21 @@ class BlockLoads:
 
     @property
     def num_in_transfer(self) -> int:
-        """Blocks that a transfer may write into now, with or without a waiting request."""
+        """Number of full blocks that a transfer may still write into, also for requests that have
+        ended.
+        """
         return sum(map(is_full_block, self._in_transfer))
 
     @property
     def num_pinned(self) -> int:
-        """Number of block references of loads, which no preemption frees."""
+        """Number of block references that loads own; preemption cannot free these blocks."""
         return self._num_pinned
 
     def count_releasable(self, request: Request) -> int:
-        """Return how many references ``give_up`` would release at once."""
+        """Return how many block references ``give_up`` would release at once for a request.
+
+        Blocks that a transfer still writes into are not among them.
+        """
         load = self._loads.get(request)
         if load is None:
             return 0
@@ -158,18 +169,19 @@ class BlockLoads:
         state: tuple[bytes, int] | None = None,
         windows: Sequence["WindowLoad"] = (),
     ) -> list[BlockLoad]:
-        """Begin to load blocks after those that the index holds of a request.
+        """Record a load and return its transfers, which the caller adds to the plan.
 
         Args:
-            request: without a load.
-            match: full blocks alone, acquired by the caller; the references become ours.
-            keys: of the blocks after them, as many as ``block_ids``; the last may be empty: the
-                tail of the prompt.
-            block_ids: allocated by the caller; the references become ours.
-            state: key of the state at the end of these blocks, and a slot for it, which becomes
-                ours; None: none is loaded.
-            windows: blocks of layers with a window, at positions of the match or of these blocks;
-                the references become ours.
+            request: the request to load for; it must have no load in progress.
+            match: indexed full blocks that precede the load, referenced by the caller; these
+                references are taken over.
+            keys: keys of the blocks to load, as many as ``block_ids``; the last may be empty, for
+                the prompt's partial last block.
+            block_ids: blocks that the caller has allocated to load into; taken over.
+            state: key of the state at the end of these blocks, and the slot to load it into, which
+                is taken over; None: no state is loaded.
+            windows: window blocks to load, at positions of ``match`` or of ``block_ids``; taken
+                over.
         """
         assert request not in self._loads, f"second load of request {request.request_id}"
         path = [node.block_id for node in match.nodes]
@@ -201,9 +213,10 @@ class BlockLoads:
         return loads
 
     def note_done(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """Record blocks that arrived; return True if they complete the request's load.
+        """Record blocks that arrived; return True if the request's load is now complete.
 
-        Raises: ConflictError (no transfer of this request into such a block); nothing changes.
+        Raises: ConflictError (one of the blocks is not being loaded for this request); nothing
+            changes.
         """
         load = self._end_transfers(request, block_ids)
         if load is None:
@@ -214,12 +227,13 @@ class BlockLoads:
         return self._advance(request, load)
 
     def note_failed(self, request: Request, block_ids: Sequence[int]) -> bool:
-        """Record blocks whose transfer failed; return True if this ended the request's load.
+        """Record blocks whose transfer failed; return True if the request's load has ended.
 
-        What the load would have brought after them is useless to the request, so they end it
-        once what comes before them is there.
+        A prefix is usable only without gaps, so the load is cut at the first failed block. It ends
+        when the blocks before that one have arrived.
 
-        Raises: ConflictError (no transfer of this request into such a block); nothing changes.
+        Raises: ConflictError (one of the blocks is not being loaded for this request); nothing
+            changes.
         """
         load = self._end_transfers(request, block_ids)
         if load is None:
@@ -231,37 +245,41 @@ class BlockLoads:
         return self._advance(request, load)
 
     def give_up(self, request: Request) -> None:
-        """End the load of a request, if there is one; blocks that arrived stay in the index."""
+        """End a request's load, if it has one; blocks already in the index stay there."""
         load = self._loads.get(request)
         if load is not None:
             self._cut(request, load, 0)
             self._advance(request, load)
 
     def give_up_all(self) -> list[Request]:
-        """End every load; return their requests."""
+        """End all loads; return their requests."""
         requests = list(self._loads)
         for request in requests:
             self.give_up(request)
         return requests
 
     def take_dropped(self) -> list[BlockLoad]:
-        """Return transfers in progress without a waiting request, once each."""
+        """Return the transfers that still run although their load was given up; each is returned
+        once.
+        """
         dropped = [d for d in self._dropped if self._in_transfer.get(d.block_id) is d]
         self._dropped = []
         return dropped
 
     def list_references(self) -> list[int]:
-        """Return the block ids referenced here, one entry for each reference; for checks."""
+        """Return the ids of blocks referenced by loads, one entry a reference, for consistency
+        checks.
+        """
         block_ids = [b for load in self._loads.values() for b in load.path]
         return block_ids + list(filter(is_full_block, self._list_pending()))
 
     def list_window_blocks(self) -> list[int]:
-        """Return the blocks of layers with a window that are used here; for checks."""
+        """Return the window blocks in use by loads, for consistency checks."""
         blocks = [find_window_block(block_id) for block_id in self._list_pending()]
         return [block_id for block_id in blocks if block_id is not None]
 
     def list_slots(self) -> list[int]:
-        """Return the slots of states that are used here; for checks."""
+        """Return the state slots in use by loads, for consistency checks."""
         slots = [find_state_slot(block_id) for block_id in self._list_pending()]
         return [slot for slot in slots if slot is not None]
 
@@ -270,7 +288,10 @@ class BlockLoads:
         return done + list(self._in_transfer)
 
     def _end_transfers(self, request: Request, block_ids: Sequence[int]) -> _Load | None:
-        """Record that nothing writes into these blocks any more; release those without a waiter."""
+        """Record that transfers into these blocks have ended; return the request's load, if any.
+
+        Blocks that the load no longer wants are released.
+        """
         ended = [self._in_transfer.get(block_id) for block_id in set(block_ids)]
         if len(ended) < len(block_ids) or any(e is None or e.request is not request for e in ended):
             raise ConflictError(
@@ -287,7 +308,11 @@ class BlockLoads:
         return load
 
     def _cut(self, request: Request, load: _Load, position: int) -> None:
-        """Give up all pending blocks of a load from ``position`` on."""
+        """Remove the blocks from index ``position`` of ``pending`` on from a load, and release
+        them.
+
+        A block that a transfer still writes into is released when that transfer has ended.
+        """
         cut = load.pending[position:]
         del load.pending[position:]
         self._counters.num_failed_loads += len(cut)
@@ -300,7 +325,10 @@ class BlockLoads:
                 self._release((pending.block_id,))
 
     def _advance(self, request: Request, load: _Load) -> bool:
-        """Insert the blocks loaded without a gap; end the load if nothing is pending."""
+        """Insert into the index the arrived blocks up to the first that is missing.
+
+        Ends the load, and returns True, if nothing is pending any more.
+        """
         size = self._block_size
         position = 0
         for pending in load.pending:

@@ -1,4 +1,4 @@
-"""The scheduler's plan of a step for the runner. Plain data."""
+"""The plan of one step, which the scheduler makes and the engine carries out. Plain data."""
 
 from typing import NamedTuple
 
@@ -20,38 +20,46 @@ class ScheduledSequence(NamedTuple):
     start: int
     num_tokens: int
     block_table: tuple[int, ...]
-    """Covers all positions up to the last of this step, no more; a snapshot, which
-    ``Scheduler.settle`` renews where the plan was made while another step ran."""
+    """Ids of the blocks of all positions up to the last one of this step. A copy: if the plan was
+    made while another step ran, ``Scheduler.settle`` replaces it.
+    """
     wants_sample: bool
-    """True if the last token is the last known one, so that its logits give the next token."""
+    """True if the step computes the last known token, whose logits give the next token."""
     phase: Phase
-    """The kind of work: a decode computes the token sampled last, a prefill known tokens."""
+    """``DECODE`` if the step computes the token that was sampled last, ``PREFILL`` for other known
+    tokens.
+    """
     num_drafts: int = 0
-    """Number of draft tokens at the end of ``num_tokens``."""
+    """Number of draft tokens, the last ones of ``num_tokens``."""
     window: WindowTable = NO_WINDOW
-    """Table of the request's window blocks; see ``block_table``."""
+    """Ids of the request's window blocks; a copy, like ``block_table``."""
 
 
 class BlockLoad(NamedTuple):
-    """Fill a block, in all layers, from a lower tier or from another instance.
+    """A transfer that fills one block, in all layers, from the store or from another instance.
 
-    The block belongs to the transfer, even if the request ends, until the caller reports
-    its end by ``Scheduler.load_done`` or ``load_failed``: a late write never meets a new owner.
+    Even if the request ends, the block is not given to another one until the caller reports the end
+    of the transfer by ``Scheduler.load_done`` or ``load_failed``.
     """
 
     request: Request
     position: int
-    """Position of the block in the prompt."""
+    """Index of the block in the prompt."""
     key: bytes
-    """Key of the block; empty for the tail of a prompt, which only another instance may hold."""
+    """Key of the block; empty for the prompt's partial last block, which only another instance can
+    have.
+    """
     block_id: int
-    """Or ``make_state_id`` of the slot that the state at the end of the load goes to, or
-    ``make_window_id`` of the block that what the layers with a window hold goes to."""
+    """Destination: the id of a full block; ``make_state_id(slot)`` for the state at the end of the
+    load; or ``make_window_id(block_id)`` for a window block.
+    """
     source: KvSource
 
 
 class StateSave(NamedTuple):
-    """Copy the state of a request, which the step brings to ``position``, to a slot."""
+    """A copy of a request's state, after the step has computed up to ``position``, to a snapshot
+    slot.
+    """
 
     request: Request
     position: int
@@ -61,47 +69,55 @@ class StateSave(NamedTuple):
 class StepPlan(msgspec.Struct, eq=False):
     """The plan of one step: do the copies, run the forward pass, sample, then call ``complete``.
 
-    What concerns lower tiers is read before the step writes, and in this order: ``filled`` and
-    ``evicted``, whose memory the step or a load may reuse; then ``dropped``; then ``loads``, which
-    go on beside this step and those that follow.
+    The fields for lower tiers are to be handled before the step writes, in this order: ``filled``
+    and ``evicted``, whose memory the step or a load may overwrite; then ``dropped``; then
+    ``loads``, which run beside this step and later ones.
     """
 
     sequences: list[ScheduledSequence] = []
     copies: list[BlockCopy] = []
     window_copies: list[BlockCopy] = []
-    """Copies between blocks of window layers, made together with ``copies``."""
+    """Copies between window blocks, made at the same time as ``copies``."""
     state_loads: list[StateCopy] = []
-    """Copies of snapshots to the slots of requests that start from them, before the step."""
+    """Copies from snapshots to the state slots of requests that start from them, made before the
+    step.
+    """
     state_saves: list[StateSave] = []
     """States to save as snapshots, after the step."""
     unused_slots: list[int] = []
-    """Slots whose state nobody needs any more."""
+    """State slots whose content is no longer needed."""
     pinned: list[Snapshot] = []
-    """The sources of ``state_loads``."""
+    """Snapshots that ``state_loads`` copy from; not evicted before the step is completed."""
     preempted: list[Request] = []
-    """Requests moved back to the queue without blocks; they keep their generated tokens."""
+    """Requests moved back to the queue: they lost their blocks and keep their generated tokens."""
     expired: list[Request] = []
-    """Finished with ``FinishReason.DEADLINE``, blocks released."""
+    """Requests ended with ``FinishReason.DEADLINE``; their blocks are released."""
     starved: list[Request] = []
-    """Finished with ``FinishReason.ERROR``: the machine has had no memory for their blocks."""
+    """Requests ended with ``FinishReason.ERROR``, because the machine had no memory for their
+    blocks.
+    """
     loads: list[BlockLoad] = []
     """Loads to start; those of one request are in the order of its tokens."""
     dropped: list[BlockLoad] = []
-    """Loads in progress that are no longer wanted. They may be stopped; their end is still
-    reported."""
+    """Loads in progress that are no longer wanted. The executor may stop them; it reports their end
+    in any case.
+    """
     filled: list[KeyedBlock] = []
-    """Blocks that steps have filled since the last plan, generated tokens included; each content
-    once, however many requests computed it. Then their window blocks. Then states that are kept
-    where a block ends: whoever finds one of them elsewhere finds the blocks before it, which were
-    stored first."""
+    """Blocks that steps have filled since the last plan, with prompt or generated tokens, each
+    content once; then their window blocks; then states at the end of a full block. The order is
+    that of storing, so that a state in the store has its blocks there already.
+    """
     evicted: list[KeyedBlock] = []
-    """Full blocks whose content this plan gives up."""
+    """Cached full blocks that this plan evicts."""
     num_tokens: int = 0
     is_stalled: bool = False
-    """A request lacks blocks that only the step in flight can give back: none less urgent than it
-    is in this plan."""
+    """True if a request lacks blocks that only the end of the step in flight can free. No request
+    less urgent than it is in this plan.
+    """
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to compute; such a plan is not completed, but may have loads."""
+        """True if there are no tokens to compute. Such a plan is not completed; it may still have
+        loads.
+        """
         return not self.sequences

@@ -37,11 +37,11 @@ __all__ = [
 ]
 
 MAX_FORGOTTEN = 65_536
-"""Keys remembered of blocks that were given up, to say why a prefix missed; some 10 MiB."""
+"""Number of evicted blocks whose keys are remembered, to explain a miss; about 10 MiB."""
 
 
 class PrefixNode:
-    """A block in the tree, or a root (``block_id`` -1, no tokens). Changed by the index alone."""
+    """A block in the tree, or a root (``block_id`` -1, no tokens). Only the index changes it."""
 
     __slots__ = (
         "__weakref__",
@@ -66,16 +66,17 @@ class PrefixNode:
     ) -> None:
         self.parent = parent
         self.adapter = adapter if parent is None else parent.adapter
-        """Digest of the LoRA adapter whose KV it is; empty is the model's own."""
+        """Digest of the LoRA adapter that computed the KV; empty for the model without adapter."""
         self.key = key
         """Digest of a full block or a root; None for a partial block."""
         self.tokens = tokens
         self.block_id = block_id
         self.window_block_id = -1
-        """The block of the layers with a window that holds the same tokens, while it is kept;
-        changed by ``WindowReuse`` alone."""
+        """Id of the window block with the KV of the same tokens in the sliding-window layers, -1
+        without one; only ``WindowReuse`` changes it.
+        """
         self.is_linked = True
-        """False once the index has dropped the node; nothing is linked below such a node."""
+        """False once the index has dropped the node; no child is added to such a node."""
         self.children: dict[bytes, PrefixNode] = {}
         self.sorted_tokens: list[bytes] = []
         """The keys of ``children``, sorted."""
@@ -86,20 +87,23 @@ class PrefixMatch:
     """The longest part of a prompt that the index holds."""
 
     nodes: list[PrefixNode]
-    """Full blocks from the start of the prompt, to be shared as they are."""
+    """Full blocks from the start of the prompt, which a request can share without copying."""
     num_tokens: int
     """Number of matched tokens, including those to be copied."""
     source: PrefixNode | None = None
-    """A block whose first ``num_source_tokens`` tokens match after ``nodes``, to be copied."""
+    """A block of which only the first ``num_source_tokens`` tokens match, after ``nodes``; these
+    are copied into a block of the request.
+    """
     num_source_tokens: int = 0
     snapshot: Snapshot | None = None
-    """The state at ``num_tokens``, of a model that has states."""
+    """Snapshot of the state after ``num_tokens`` tokens; None for a model without states."""
     num_kv_tokens: int = 0
-    """Tokens whose KV is there in the layers that see all; more than ``num_tokens`` where a state
-    or a window is lacking at the last."""
+    """Number of matched tokens counting only the layers that attend to all tokens. It exceeds
+    ``num_tokens`` if the state or the window at its end is not cached.
+    """
 
     def without_copy(self) -> "PrefixMatch":
-        """Return the same match, full blocks only."""
+        """Return this match without the partly matching block, so that nothing need be copied."""
         return replace(
             self,
             num_tokens=self.num_tokens - self.num_source_tokens,
@@ -110,7 +114,7 @@ class PrefixMatch:
     def cut(
         self, position: int, block_size: int, snapshot: Snapshot | None = None
     ) -> "PrefixMatch":
-        """Return the part of the match that ends at a token, with the state there."""
+        """Return the part of this match up to token ``position``, with the snapshot taken there."""
         depth, num_copied = divmod(position, block_size)
         source = None
         if num_copied:
@@ -121,9 +125,9 @@ class PrefixMatch:
 
 
 class IndexObserver(Protocol):
-    """Observer of the full blocks and states that become findable or are removed.
+    """An observer that is told of cached full blocks, states and windows, added and removed.
 
-    Called under the engine's lock: returns at once.
+    Its methods are called under the engine's lock, so they return at once.
     """
 
     def note_stored(self, node: "PrefixNode") -> None:
@@ -141,7 +145,7 @@ class IndexObserver(Protocol):
         ...
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Note that a state can be found from now on; the full blocks before it can."""
+        """Note that a state can be found from now on; the full blocks before it already can."""
         ...
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
@@ -149,22 +153,22 @@ class IndexObserver(Protocol):
         ...
 
     def note_window_kept(self, node: "PrefixNode") -> None:
-        """Note that a full block's KV of the layers with a window can be found from now on."""
+        """Note that a full block's KV of the sliding-window layers can be found from now on."""
         ...
 
     def note_window_removed(self, key: bytes) -> None:
-        """Note that a block's window KV was removed; the block itself may have been removed
-        before.
+        """Note that a block's KV of the sliding-window layers was removed; the block itself may be
+        gone already.
         """
         ...
 
 
 class PrefixIndex:
-    """The index of cached prefixes, which also chooses blocks to evict.
+    """The index of cached prefixes, which also chooses the blocks to evict.
 
     Args:
-        pool: shared with the scheduler; blocks of requests are released through ``release`` here,
-            so that the index learns which became evictable.
+        pool: shared with the scheduler. Requests' blocks must be released by ``release`` here, not
+            by the pool, so that the index learns which blocks became evictable.
         block_size: tokens per block.
         identity: ``KvIdentity.digest`` of the KV in the blocks.
     """
@@ -184,11 +188,13 @@ class PrefixIndex:
         self._forgotten: dict[bytes, MissReason] = {}
 
     def add_identity(self, adapter: str, identity: bytes) -> None:
-        """Name the ``KvIdentity.digest`` of the KV that an adapter, by its digest, writes."""
+        """Set the ``KvIdentity.digest`` of the KV that an adapter computes; ``adapter`` is its
+        digest.
+        """
         self._identities[adapter] = identity
 
     def make_root_key(self, salt: str, adapter: str = "") -> bytes:
-        """Return the key that chains of this salt and adapter start from."""
+        """Return the first key of all chains of block keys with this salt and adapter."""
         return make_root_key(self._identities[adapter], salt)
 
     def extend_keys(self, root_key: bytes, keys: list[bytes], token_ids: Sequence[int]) -> None:
@@ -203,7 +209,9 @@ class PrefixIndex:
             keys.append(parent)
 
     def get_root(self, root_key: bytes, adapter: str = "") -> PrefixNode:
-        """Return the root to insert under; the caller keeps it alive by holding it."""
+        """Return the root node for a root key, making it if needed; the caller must keep a
+        reference.
+        """
         root = self._roots.get(root_key)
         if root is None:
             root = PrefixNode(None, root_key, b"", -1, adapter)
@@ -211,12 +219,12 @@ class PrefixIndex:
         return root
 
     def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain are here. O(log(len(keys)))."""
+        """Return how many leading blocks of a chain of keys are in the index. O(log(len(keys)))."""
         by_key = self._by_key
         return bisect_left(keys, True, key=lambda key: key not in by_key)
 
     def find_node(self, key: bytes) -> PrefixNode | None:
-        """Return the node of a full block."""
+        """Return the node of the full block with this key; None if it is not in the index."""
         return self._by_key.get(key)
 
     def match(
@@ -225,10 +233,10 @@ class PrefixIndex:
         """Find the longest cached prefix, to the token. Changes nothing.
 
         Args:
-            root_key: where the chain starts.
-            keys: of all full blocks among the first ``max_tokens``; more are ignored.
+            root_key: the first key of the chain, from ``make_root_key``.
+            keys: keys of all full blocks among the first ``max_tokens`` tokens; more are ignored.
             token_ids: the tokens themselves.
-            max_tokens: match no more than this many.
+            max_tokens: largest number of tokens to match.
         """
         size = self._block_size
         depth = self.count_cached_blocks(keys[: max_tokens // size])
@@ -243,18 +251,21 @@ class PrefixIndex:
         return PrefixMatch(nodes, start)
 
     def match_blocks(self, keys: Sequence[bytes]) -> PrefixMatch:
-        """Return the match of leading blocks of a chain that are all here."""
+        """Return the match that consists of the blocks with these keys, all of which must be in the
+        index.
+        """
         return PrefixMatch([self._by_key[key] for key in keys], len(keys) * self._block_size)
 
     def explain_end(
         self, root_key: bytes, match: PrefixMatch, next_key: bytes | None
     ) -> MissReason:
-        """Return why a match ends where it does, although the query goes on.
+        """Return why a match is shorter than its query: evicted, never stored, or other tokens.
 
         Args:
-            root_key: where the query starts.
-            match: of ``match``, with what it would copy.
-            next_key: of the full block that it lacks first; None if the query does not fill it.
+            root_key: the root key of the query.
+            match: the result of ``match``, including the block it would copy from.
+            next_key: key of the first full block that is not in the index; None if the query ends
+                inside that block.
         """
         if next_key is not None and next_key in self._forgotten:
             return self._forgotten[next_key]
@@ -267,11 +278,11 @@ class PrefixIndex:
         return MissReason.DIFFERS if has_others else MissReason.NOT_STORED
 
     def has_prefix(self, parent_key: bytes, tail: bytes) -> bool:
-        """Return True if the KV of a chain and of the packed tokens after it is cached.
+        """Return True if the KV of a chain of full blocks and of the tokens in ``tail`` is cached.
 
         Args:
-            parent_key: of the chain's last full block, or its root.
-            tail: fewer tokens than a block has.
+            parent_key: key of the chain's last full block, or the root key.
+            tail: the tokens after that block, packed; fewer than a block has.
         """
         parent = self._by_key.get(parent_key) or self._roots.get(parent_key)
         if parent is None or not tail:
@@ -281,7 +292,9 @@ class PrefixIndex:
         return position < len(siblings) and siblings[position].startswith(tail)
 
     def count_evictable(self, match: PrefixMatch) -> int:
-        """Return how many blocks of a match are unreferenced: acquiring it pins them."""
+        """Return how many blocks of a match are unreferenced, so that ``acquire`` would pin
+        them.
+        """
         pool = self._pool
         count = 0
         if match.source is not None and pool.get_num_refs(match.source.block_id) == 0:
@@ -321,18 +334,18 @@ class PrefixIndex:
     def insert(
         self, parent: PrefixNode, key: bytes, token_ids: Sequence[int], block_id: int
     ) -> PrefixNode:
-        """Make a block that is now full, and whose KV is computed, matchable.
+        """Add a block that is full and whose KV is computed, so that requests can match it.
 
         Args:
-            parent: node of the block before it, which the caller references, or the root. Still
-                linked: what builds on forgotten blocks must not be found.
+            parent: node of the preceding block, which the caller references, or the root. It must
+                still be in the tree (``is_linked``).
             key: ``hash_block`` of the parent's key and the tokens.
             token_ids: its ``block_size`` tokens.
-            block_id: referenced by the caller.
+            block_id: a block that the caller references.
 
-        Returns: the node of ``key``. If another block has the same content already, that one's:
-        the caller's reference has then moved from ``block_id`` to ``node.block_id``, and its
-        table must follow.
+        Returns: the node of ``key``. If the index already has another block with this content, it
+            is that block's node: the caller's reference has moved from ``block_id`` to
+            ``node.block_id``, and the caller must put the latter into its block table.
         """
         assert parent.is_linked, f"insert of block {block_id} below a forgotten one"
         own = self._by_block.get(block_id)
@@ -352,11 +365,12 @@ class PrefixIndex:
     def insert_tail(
         self, parent: PrefixNode, token_ids: Sequence[int], block_id: int
     ) -> PrefixNode | None:
-        """Make the leading tokens of a block that is not full matchable; again as it grows.
+        """Add the tokens of a block that is not full yet, so that requests can match them.
 
-        Args as for ``insert``. A sibling that begins with the same tokens makes this a no-op.
+        May be called again as the block grows. Args as for ``insert``. Does nothing if another
+        block with the same parent begins with these tokens.
 
-        Returns: the block's node; None if a sibling has the tokens.
+        Returns: the block's node; None if another block has the tokens.
         """
         assert parent.is_linked, f"insert of block {block_id} below a forgotten one"
         own = self._by_block.get(block_id)
@@ -370,15 +384,17 @@ class PrefixIndex:
         return self._link(parent, None, tokens, block_id)
 
     def describe(self, node: PrefixNode) -> KeyedBlock:
-        """Return a full node's key and block, for a lower tier."""
+        """Return a full node's key, block id and generation, in the form reported to lower
+        tiers.
+        """
         assert node.key is not None, f"block {node.block_id} is partial"
         return KeyedBlock(node.key, node.block_id, self._pool.get_generation(node.block_id))
 
     def evict(self, num_blocks: int) -> list[KeyedBlock]:
         """Free up to ``num_blocks`` cached blocks, least recently used first.
 
-        Returns: the full ones among them; their memory still holds them until it is reused. The
-        tail of a prompt has no key: no lower tier holds it.
+        Returns: the full blocks among them; their content is intact until they are allocated again.
+            Partial blocks are not listed: they have no key, so no lower tier keeps them.
         """
         evicted: list[KeyedBlock] = []
         count = 0
@@ -393,10 +409,10 @@ class PrefixIndex:
         return evicted
 
     def clear(self) -> int:
-        """Forget everything; return how many blocks became free at once.
+        """Drop all nodes; return how many blocks became free at once.
 
-        Referenced blocks stay with their holders and become free when released. What a running
-        request computes from here on builds on forgotten blocks and is not matchable either.
+        Referenced blocks become free when they are released. A request that is running builds on
+        dropped nodes, so what it computes from now on cannot be matched by others.
         """
         num_free = self._pool.num_free
         for key in self._by_key:
@@ -464,9 +480,9 @@ class PrefixIndex:
         siblings = parent.sorted_tokens
         position = bisect_left(siblings, tokens)
         if position > 0 and tokens.startswith(siblings[position - 1]):
-            # This block contains all tokens of the shorter partial block beside it and can serve
-            # every lookup of that one, so drop the shorter one; if a request still reads it, leave
-            # it to LRU eviction.
+            # This block contains all tokens of the shorter partial block beside it, so it serves
+            # every lookup that the shorter one would. Drop the shorter one; if a request still
+            # references it, LRU eviction drops it later.
             shorter = parent.children[siblings[position - 1]]
             if shorter in self._lru:
                 del self._lru[shorter]
@@ -480,7 +496,7 @@ class PrefixIndex:
         return node
 
     def _unlink(self, node: PrefixNode) -> None:
-        """Forget a node without children that is not in the LRU order."""
+        """Remove from the tree a node that has no children and is not in the LRU order."""
         parent = node.parent
         assert parent is not None, f"block {node.block_id} is not linked"
         del parent.children[node.tokens]
@@ -498,7 +514,7 @@ class PrefixIndex:
 
 
 def _find_longest(parent: PrefixNode, query: bytes) -> tuple[PrefixNode | None, int]:
-    """Return the child that shares most leading tokens with ``query``, and how many."""
+    """Return the child that shares the most leading tokens with ``query``, and their number."""
     siblings = parent.sorted_tokens
     position = bisect_left(siblings, query)
     best: bytes | None = None
@@ -512,7 +528,8 @@ def _find_longest(parent: PrefixNode, query: bytes) -> tuple[PrefixNode | None, 
 
 def _count_shared_tokens(a: bytes, b: bytes) -> int:
     length = min(len(a), len(b))
-    # As little-endian numbers, the lowest bit that differs is in the first byte that differs.
+    # Read as little-endian numbers, the lowest bit that differs lies in the first byte that
+    # differs.
     difference = int.from_bytes(a[:length], "little") ^ int.from_bytes(b[:length], "little")
     if difference == 0:
         return length // TOKEN_BYTES

@@ -1,8 +1,8 @@
-"""The blocks that a request takes from the prefix index, and gives back to it.
+"""The link between requests and the prefix index: blocks that a request reuses, and blocks it adds.
 
-Owns the keys and the index position of each request (fields of ``Request``) and the table of
-blocks that running prefills will compute, or loads will bring. The scheduler decides which request
-is admitted and when; this decides which blocks are shared. Pure, single-threaded.
+Owns each request's block keys and position in the index (fields of ``Request``), and a table of the
+blocks that running prefills will compute or loads will bring. The scheduler decides which request
+is admitted and when; this module decides which blocks it shares. Pure, single-threaded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,14 +21,15 @@ MAX_DEFERRALS = 256
 
 
 class PrefixReuse:
-    """Connects requests to the prefix index.
+    """The operations of requests on the prefix index: look up, share, index, release.
 
     Args:
-        index: where blocks are found and released.
+        index: the prefix index.
         block_size: tokens per block.
-        is_enabled: False: nothing is looked up or indexed, blocks are only released.
-        states: finds the states that a prefix is taken up with; None: the model has none.
-        windows: keeps the blocks of layers with a window; None: these have none of their own.
+        is_enabled: if False, nothing is looked up or indexed; blocks are only released.
+        states: snapshots of states, of which a match needs one at its end; None: the model has
+            none.
+        windows: window blocks of matches; None: window layers have no blocks of their own.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class PrefixReuse:
         self._index = index
         self._block_size = block_size
         self._expected: dict[bytes, Request] = {}
-        """Key of a block to the request whose prefill computes it or whose load brings it."""
+        """From the key of a block to the request whose prefill will compute it or whose load will
+        bring it.
+        """
         self._filled: list[KeyedBlock] = []
 
     def open(self, request: Request) -> None:
@@ -56,7 +59,11 @@ class PrefixReuse:
     def make_keys(
         self, prompt_ids: Sequence[int], cache_salt: str, adapter: str = ""
     ) -> list[bytes]:
-        """Return the keys of a prompt's full blocks, without one that ends with its last token."""
+        """Return the keys of a prompt's full blocks, except of a block that ends with the last
+        token.
+
+        The last token is computed in any case, as its logits give the next token.
+        """
         if not self.is_enabled:
             return []
         keys: list[bytes] = []
@@ -71,8 +78,8 @@ class PrefixReuse:
         The last token is computed in any case: its logits choose the next.
 
         Args:
-            request: not in the running set.
-            at_blocks: only what needs no copy.
+            request: a request that is not running.
+            at_blocks: if True, match full blocks only, so that nothing need be copied.
         """
         if not self.is_enabled or not request.can_reuse_prefix:
             return PrefixMatch([], 0)
@@ -84,7 +91,9 @@ class PrefixReuse:
         return match if self._windows is None else self._windows.cut(match)
 
     def find_blocks(self, request: Request) -> PrefixMatch:
-        """Return the cached full blocks of a request, with or without a state at their end."""
+        """Return the cached full blocks of a request, even if no state or window at their end is
+        cached.
+        """
         if not self.is_enabled or not request.can_reuse_prefix:
             return PrefixMatch([], 0)
         return self._match(request).without_copy()
@@ -97,7 +106,7 @@ class PrefixReuse:
         return self._index.match(notes.root_key, notes.block_keys, token_ids, num_tokens - 1)
 
     def explain_miss(self, request: Request) -> PrefixMiss | None:
-        """Return where and why the reuse of a request's tokens ends; None if all are there."""
+        """Return where and why the cached prefix of a request ends; None if all of it is cached."""
         if not self.is_enabled:
             return PrefixMiss(reason=MissReason.DISABLED, position=0)
         if not request.can_reuse_prefix:
@@ -122,21 +131,20 @@ class PrefixReuse:
         return PrefixMiss(reason=reason, position=match.num_tokens)
 
     def count_cached_blocks(self, request: Request) -> int:
-        """Return how many leading full blocks of a request are cached, for ordering."""
+        """Return how many leading full blocks of a request are cached; used to order the queue."""
         self.extend_keys(request)
         return self._index.count_cached_blocks(request.prefix.block_keys)
 
     def is_expected(self, request: Request, running: Iterable[Request]) -> bool:
-        """Return True if a running prefill or a load will soon provide more of a request's
-        prefix.
+        """Return True if a running prefill or a load will soon provide more of a request's prefix.
 
-        So copies of a prompt that arrive together compute it once. The wait is bounded by the
-        other's prompt or load, as it counts only while the other advances, and by
-        ``MAX_DEFERRALS``.
+        A request for which this is True is not admitted yet, so that equal prompts that arrive
+        together are computed once. It counts only while the other request makes progress, and for
+        at most ``MAX_DEFERRALS`` steps.
 
         Args:
-            request: that waits.
-            running: others, for a model with states.
+            request: the waiting request.
+            running: the running requests; used for a model with states.
         """
         if request.queue.num_deferrals >= MAX_DEFERRALS:
             return False
@@ -146,7 +154,9 @@ class PrefixReuse:
         return other is not None and (other.is_scheduled or other.state is RequestState.LOADING)
 
     def find_provider(self, request: Request) -> Request | None:
-        """Return the request that computes or loads the first block that another lacks, if any."""
+        """Return the request, if any, that computes or loads the first block that ``request``
+        lacks.
+        """
         if not self._expected or not request.can_reuse_prefix:
             return None
         num_cached = self.count_cached_blocks(request)
@@ -155,17 +165,19 @@ class PrefixReuse:
         return self._expected.get(request.prefix.block_keys[num_cached])
 
     def list_missing_keys(self, request: Request, num_cached: int) -> list[bytes]:
-        """Return the keys of the full blocks after the first ``num_cached`` that it could reuse.
+        """Return the keys of a request's full blocks after the first ``num_cached``.
 
-        Not of one that ends with the last known token: that token is computed in any case.
+        A block that ends with the last known token is left out: that token is computed in any case.
         """
         self.extend_keys(request)
         return request.prefix.block_keys[num_cached : (request.num_tokens - 1) // self._block_size]
 
     def list_prompt_keys(self, request: Request, num_cached: int) -> list[bytes]:
-        """Return the keys of the prompt's blocks after the first ``num_cached``.
+        """Return the keys of the prompt's blocks after the first ``num_cached``, for a load of all
+        of them.
 
-        Empty for a last block that the prompt does not fill: another instance may have that one.
+        If the prompt ends inside a block, the last key is empty; only a prefill instance has that
+        block.
         """
         self.extend_keys(request)
         num_full, num_tail_tokens = divmod(request.prompt_len, self._block_size)
@@ -173,12 +185,14 @@ class PrefixReuse:
         return [*keys, b""] if num_tail_tokens else keys
 
     def expect(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Note that a request is about to provide blocks."""
+        """Record that a request will provide the blocks with these keys, so that others wait for
+        it.
+        """
         for key in keys:
             self._expected[key] = request
 
     def forget_expected(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Withdraw what ``expect`` has noted, whether or not the blocks came."""
+        """Remove the records that ``expect`` made for a request, whether or not the blocks came."""
         if self._expected:
             for key in keys:
                 if self._expected.get(key) is request:
@@ -190,10 +204,10 @@ class PrefixReuse:
         return filled
 
     def attach(self, request: Request, match: PrefixMatch) -> tuple[int, ...]:
-        """Take a reference to the blocks of a match for a request that starts; return the shared
-        block ids.
+        """Take references to the blocks of a match for a request that starts; return the shared
+        ids.
 
-        The source of a copy is referenced too; ``release_copied`` ends that.
+        The source of a copy is referenced too, until ``release_copied``.
         """
         shared = self._index.acquire(match)
         request.num_computed_tokens = match.num_tokens
@@ -210,14 +224,17 @@ class PrefixReuse:
         return shared
 
     def release_copied(self, src_block_id: int) -> None:
-        """Release a block whose copy has been made."""
+        """Release the reference to a block that was the source of a copy, now that the copy is
+        made.
+        """
         self._index.release((src_block_id,))
 
     def index_computed(self, request: Request, *, is_prompt_end: bool) -> None:
-        """Make the blocks that a step has filled matchable and, at its end, a prompt's tail.
+        """Index the blocks that a step has filled and, at the end of a prompt, its partial last
+        block.
 
-        The tail is indexed once, not per token: what a request generates after it becomes
-        matchable when the block is full, or when the request leaves.
+        The partial block is indexed once, not after each token: the tokens generated into it can be
+        matched when the block is full or the request leaves.
         """
         node = request.prefix.node
         if node is None:
@@ -247,7 +264,7 @@ class PrefixReuse:
             self.index_tail(request)
 
     def detach(self, request: Request) -> None:
-        """Release all blocks of a request; what it has computed stays findable."""
+        """Release all blocks of a request; the tokens that it has computed can still be matched."""
         if request.queue.is_prefilling:
             self.forget_expected(request, request.prefix.block_keys)
         self.index_tail(request)
@@ -260,13 +277,15 @@ class PrefixReuse:
         request.prefix.node = None
 
     def clear(self) -> int:
-        """Drop all prefixes, also those being computed; return the blocks freed at once."""
+        """Drop all cached prefixes, including those being computed; return the blocks freed at
+        once.
+        """
         self._expected.clear()
         self._filled.clear()
         return self._index.clear()
 
     def extend_keys(self, request: Request) -> None:
-        """Compute the keys of all full blocks of known tokens that have none yet."""
+        """Compute the missing keys of a request's full blocks."""
         keys = request.prefix.block_keys
         size = self._block_size
         num_full = request.num_tokens // size
@@ -275,7 +294,7 @@ class PrefixReuse:
             self._index.extend_keys(request.prefix.root_key, keys, tokens)
 
     def index_tail(self, request: Request) -> None:
-        """Make the computed tokens of a block that is not full matchable."""
+        """Index the computed tokens of a request's last block, which is not full."""
         node = request.prefix.node
         if node is None or not node.is_linked:
             return

@@ -1,10 +1,10 @@
 """One generation as the engine sees it: its tokens, its progress, its blocks.
 
-A ``Request`` is mutable. Its own fields are set by whoever adds it (the first group) and by the
-scheduler's lifecycle (the second); each further group is a record with one writer: the queue's
-notes (admission and planning), the prefix's (``PrefixReuse``), the state's (``StateReuse``), the
-window's (``WindowReuse``), the load's (load planning and ``BlockLoads``) and the report's (times
-and counts, for outputs and ``tandem explain``). Token ids alone: text is the server's business.
+A ``Request`` is mutable. Whoever adds it sets the first group of fields; the scheduler's lifecycle
+sets the second. Each further group is a record with one writer: ``QueueNotes`` (admission and
+planning), ``PrefixNotes`` (``PrefixReuse``), ``StateNotes`` (``StateReuse``), ``WindowNotes``
+(``WindowReuse``), ``LoadNotes`` (load planning and ``BlockLoads``) and ``ReportNotes`` (times and
+counts, for outputs and ``tandem explain``). There are token ids only: the server handles text.
 """
 
 from dataclasses import dataclass, field
@@ -37,71 +37,75 @@ class RequestState(StrEnum):
 
     WAITING = "waiting"
     LOADING = "loading"
-    """State while its load from a lower tier runs, until that ends or takes too long."""
+    """Waiting for KV from the store or another instance, until the load ends or its wait runs
+    out."""
     RUNNING = "running"
     PREEMPTED = "preempted"
-    """Waiting again, without blocks, with the tokens it has generated."""
+    """Back in the waiting queue after it lost its blocks; it keeps the tokens it has generated."""
     FINISHED = "finished"
 
 
 @dataclass(slots=True)
 class QueueNotes:
-    """The scheduler's notes on admission and planning of a request."""
+    """Data about a request that admission and planning write."""
 
     max_total_tokens: int = 0
-    """Largest number of prompt and output tokens, from ``max_tokens`` and the context length."""
+    """Largest number of prompt and output tokens, by ``max_tokens`` and the context length."""
     num_deferrals: int = 0
-    """Steps it was passed over because a running request computes a prefix that it shares."""
+    """Number of steps in which it was not admitted because another request computes a prefix that
+    both share."""
     num_overtaken: int = 0
-    """Requests of its client and priority that came later and were admitted before it."""
+    """Number of requests of the same client and priority that arrived later and were admitted
+    earlier."""
     is_prefilling: bool = False
     """True from admission until all known tokens have been computed."""
     is_cancelled: bool = False
-    """True if the request was cancelled in flight; it ends when the step completes."""
+    """True if it was cancelled while in a plan in flight; it ends when that step completes."""
     num_preemptions: int = 0
     num_plans: int = 0
     """Number of plans in flight that contain the request."""
     num_tokens_in_flight: int = 0
-    """Number of tokens in these plans; they follow the computed tokens."""
+    """Number of its tokens that plans in flight compute; they follow the computed tokens."""
     num_samples_in_flight: int = 0
-    """Tokens that these plans will sample."""
+    """Number of tokens that plans in flight will sample for it."""
 
 
 @dataclass(slots=True)
 class PrefixNotes:
-    """Place of a request in the prefix index."""
+    """Position of a request in the prefix index."""
 
     root_key: bytes = b""
     block_keys: list[bytes] = field(default_factory=list[bytes])
-    """Digests of its leading full blocks, as far as they were needed."""
+    """Keys of its leading full blocks, computed as far as they were needed."""
     node: "PrefixNode | None" = None
-    """Node of its last indexed block (or the root); None while it has no blocks."""
+    """Node of its last indexed block, or the root; None while it has no blocks."""
     num_indexed_blocks: int = 0
-    """Leading blocks that are in the prefix index."""
+    """Number of its leading blocks that are in the prefix index."""
 
 
 @dataclass(slots=True)
 class StateNotes:
-    """The state of a request, for a model whose layers have one."""
+    """Data about a request's recurrent state, for a model that has layers with a state."""
 
     slot: int = NO_SLOT
     """State slot of the request while it runs."""
     points: list[int] = field(default_factory=list[int])
-    """Tokens at which its prefill ends a chunk to keep a state, ascending."""
+    """Positions in tokens at which its prefill ends a chunk, to save a snapshot there;
+    ascending."""
     last: "Snapshot | None" = None
-    """Longest snapshot of the request's tokens that its prefill has passed."""
+    """Longest snapshot of a prefix of the request's tokens that its prefill has passed."""
 
 
 class WindowTable(NamedTuple):
-    """The blocks of the layers with a window that a request still sees. Replaced, never changed."""
+    """The blocks of the sliding-window layers that a request still attends to. Immutable."""
 
     first: int
-    """Position of the first of them, in blocks."""
+    """Index in the sequence, in blocks, of the first block of the table."""
     blocks: tuple[int, ...]
 
     @property
     def end(self) -> int:
-        """Position behind the last of them."""
+        """Index in the sequence, in blocks, after the last block of the table."""
         return self.first + len(self.blocks)
 
 
@@ -110,24 +114,27 @@ NO_WINDOW = WindowTable(0, ())
 
 @dataclass(slots=True)
 class WindowNotes:
-    """The window of a request, for a model whose layers with one have blocks of their own."""
+    """Data about a request's window blocks, for a model whose sliding-window layers have their
+    own.
+    """
 
     table: WindowTable = NO_WINDOW
     marks: tuple[int, ...] = ()
-    """Positions in tokens where a later prompt may continue; windows before them are kept
-    longest."""
+    """Positions in tokens from which a later prompt may go on; the window blocks before them are
+    evicted last."""
 
 
 @dataclass(slots=True)
 class LoadNotes:
-    """State of a request's load from a lower tier or another instance."""
+    """Data about a request's load of KV from the store or another instance."""
 
     has_loaded: bool = False
-    """True if a load was started since the request became waiting; there is no second one."""
+    """True if a load was started since the request became waiting; no second one is started."""
     wait_until_s: float = 0.0
-    """Time before which the request waits for KV from elsewhere and is not admitted."""
+    """Time until which the request waits for KV from elsewhere and is not admitted; monotonic
+    seconds."""
     loaded_blocks: range = range(0)
-    """Positions of the blocks that its last load brought."""
+    """Indexes in the sequence of the blocks that its last load brought."""
 
 
 @dataclass(slots=True)
@@ -135,43 +142,48 @@ class ReportNotes:
     """Times and counts of a request, for its outputs and its timeline."""
 
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix index when it was first admitted; usage reports them."""
+    """Number of prompt tokens found in the prefix index at its first admission; reported as
+    usage."""
     num_loaded_tokens: int = 0
-    """Those of ``num_cached_tokens`` that a load from a lower tier had brought."""
+    """Number of ``num_cached_tokens`` that a load had brought from the store or another
+    instance."""
     miss: PrefixMiss | None = None
-    """The place and reason of the end of reuse when it was first admitted; for ``tandem explain``
-    alone."""
+    """Position and reason at which the cached prefix ended at its first admission; for ``tandem
+    explain``."""
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
-    """Time at which a step or its planning ended the request; None if cancelled between steps."""
+    """Time at which a step, or the planning of one, ended the request; None if it was cancelled
+    between steps."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State of one generation.
+    """The state of one generation.
 
     Args:
         request_id: unique among the live requests of an instance.
         prompt_ids: at least one token id; not modified.
         sampling: shared, not copied.
         arrival_s: monotonic seconds, on the clock that ``Scheduler.schedule`` is given.
-        priority: lower is served first.
-        deadline_s: the request ends with ``FinishReason.DEADLINE`` once this moment has passed.
-        client: who sent it; waiting requests of different clients get shares by their weights.
-        weight: of its client's share.
-        cache_salt: requests of different salts never share blocks.
-        adapter: digest of the LoRA adapter that computes it; different ones never share blocks.
-        kv_source: where KV may come from beside this instance's own blocks.
-        prefill_lease_s: the request only prefills; its blocks are held so long. None: it decodes.
-        awaits_continuation: it does not compute before ``Scheduler.continue_request``, or the end
-            of the lease of its source.
-        output_ids: of a generation that another instance began.
-        message_end: tokens of the prompt up to the end of its last message, where a later prompt
-            may go on differently; 0: unknown.
-        num_stored_blocks: leading full blocks of the prompt that lower tiers or the device held
-            when it arrived.
-        expected_len: tokens of the prompt that need not be computed, as its sender believes.
+        priority: a lower number is served first.
+        deadline_s: time after which the request ends with ``FinishReason.DEADLINE``.
+        client: name of the sender; waiting requests of different clients get shares by their
+            weights.
+        weight: weight of the client's share.
+        cache_salt: requests with different salts never share blocks.
+        adapter: digest of the LoRA adapter; requests with different adapters never share blocks.
+        kv_source: the store or prefill instance that KV may be loaded from.
+        prefill_lease_s: if given, the request only prefills, and its blocks are held for so many
+            seconds afterwards. None: it decodes.
+        awaits_continuation: if True, it computes nothing until ``Scheduler.continue_request``
+            brings the tokens of another instance, or the lease of its source ends.
+        output_ids: tokens that another instance has generated already.
+        message_end: number of prompt tokens up to the end of its last message, from where a later
+            prompt may go on differently; 0: unknown.
+        num_stored_blocks: number of leading full blocks of the prompt that lower tiers or the
+            device had when it arrived.
+        expected_len: number of prompt tokens that the sender expects to be cached here.
     """
 
     request_id: str
@@ -192,23 +204,24 @@ class Request:
     expected_len: int = 0
 
     sequence_id: int = 0
-    """Order of arrival, from 1; names the request in a ``StepInput``."""
+    """Number in the order of arrival, from 1; identifies the request in a ``StepInput``."""
     output_ids: list[int] = field(default_factory=list[int])
-    """Tokens sampled so far, the one that ended the request included."""
+    """Tokens sampled so far, including the one that ended the request."""
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     num_computed_tokens: int = 0
-    """Leading tokens whose KV is in the blocks."""
+    """Number of leading tokens whose KV is in the blocks."""
     block_table: tuple[int, ...] = ()
-    """Block ids by position: token ``i`` is in ``block_table[i // block_size]``. Replaced, never
-    changed in place, so that a plan may keep it. Written by ``set_blocks`` and ``add_blocks``."""
+    """Block ids by position: token ``i`` is in ``block_table[i // block_size]``. The tuple is
+    replaced when it changes, so that a plan may keep the old one. Written by ``set_blocks`` and
+    ``add_blocks``."""
     packed_table: bytes = b""
-    """``block_table`` as a ``StepInput`` carries it; kept, as packing a long one takes longer than
-    planning its decode."""
+    """``block_table`` in the form of a ``StepInput``. Kept, because packing a long table takes
+    longer than planning a decode."""
     held_blocks: tuple[int, ...] = ()
-    """Its ``block_table`` at the end, if it ended with ``FinishReason.PREFILLED``."""
+    """Its block table at its end, if it ended with ``FinishReason.PREFILLED``."""
     held_window: WindowTable = NO_WINDOW
-    """Window blocks of the request at its end; see ``held_blocks``."""
+    """Its window blocks at its end, if it ended with ``FinishReason.PREFILLED``."""
 
     queue: QueueNotes = field(default_factory=QueueNotes)
     prefix: PrefixNotes = field(default_factory=PrefixNotes)
@@ -229,32 +242,32 @@ class Request:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.prompt_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far: prompt and output."""
+        """Number of tokens known so far, prompt and output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Known tokens whose KV is still to be computed; 1 while decoding."""
+        """Number of known tokens whose KV is still to be computed; 1 while decoding."""
         return len(self.prompt_ids) + len(self.output_ids) - self.num_computed_tokens
 
     @property
     def num_planned_tokens(self) -> int:
-        """Leading tokens that are computed or will be by the plans in flight."""
+        """Number of leading tokens that are computed, or will be by the plans in flight."""
         return self.num_computed_tokens + self.queue.num_tokens_in_flight
 
     @property
     def num_expected_tokens(self) -> int:
-        """Tokens known when the plans in flight have completed, unless they end the request."""
+        """Number of tokens known after the plans in flight, if these do not end the request."""
         return self.num_tokens + self.queue.num_samples_in_flight
 
     @property
     def num_unplanned_tokens(self) -> int:
-        """Expected tokens that no plan in flight computes; 1 while decoding."""
+        """Number of ``num_expected_tokens`` that no plan in flight computes; 1 while decoding."""
         # The sum is written out for speed: this property is read several times for each token.
         queue, num_known = self.queue, len(self.prompt_ids) + len(self.output_ids)
         num_to_come = queue.num_samples_in_flight - queue.num_tokens_in_flight
@@ -267,21 +280,23 @@ class Request:
 
     @property
     def prefill_kv(self) -> PrefillKv | None:
-        """The prefill instance that its blocks come from, if one was named."""
+        """The prefill instance to load KV from, if ``kv_source`` names one; else None."""
         return self.kv_source if isinstance(self.kv_source, PrefillKv) else None
 
     @property
     def is_finished(self) -> bool:
-        """True if it has left the scheduler."""
+        """True if the request has left the scheduler."""
         return self.state is RequestState.FINISHED
 
     @property
     def can_reuse_prefix(self) -> bool:
-        """False if every prompt token must be computed, for example for its log-probabilities."""
+        """False if every prompt token must be computed, for example because its log-probability is
+        wanted.
+        """
         return not self.sampling.needs_whole_prompt
 
     def get_tokens(self, start: int, end: int) -> list[int]:
-        """Token ids of positions ``start`` to ``end``, prompt and output as one sequence."""
+        """Return the token ids at positions ``start`` to ``end`` of prompt and output, joined."""
         prompt_len = len(self.prompt_ids)
         if end <= prompt_len:
             return self.prompt_ids[start:end]

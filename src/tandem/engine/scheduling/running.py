@@ -1,7 +1,7 @@
-"""Planning of the running requests: decodes, chunks of started prefills, blocks, preemption.
+"""Planning of the running requests: decodes, chunks of started prefills, blocks, preemption. Pure.
 
-Requests are served in order of urgency. One takes blocks only from less urgent ones, never from
-one in flight, and only if that yields a block. Pure.
+Requests are planned in order of urgency (priority, then arrival). A request that lacks a block
+preempts less urgent ones, except those in a plan in flight, and only if that frees a block.
 """
 
 from collections import Counter
@@ -14,17 +14,17 @@ __all__ = ["RunningPlanner"]
 
 
 class RunningPlanner:
-    """Adds tokens of running requests to a plan.
+    """The part of the scheduler that adds tokens of running requests to a plan.
 
     Args:
-        state: of the scheduler; shared.
+        state: the scheduler's state, shared with its other parts.
     """
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
 
     def plan_decodes(self, plan: StepPlan) -> None:
-        """Give one token to each running request that has computed all but its last one."""
+        """Plan one token of each running request that has only its last token left to compute."""
         running, windows = self._state.running, self._state.windows
         position = 0
         # Iterate by index: preemption removes requests behind this position from the list.
@@ -41,7 +41,7 @@ class RunningPlanner:
                 return
 
     def plan_prefills(self, plan: StepPlan) -> None:
-        """Continue started prefills, as far as the budget goes."""
+        """Plan the next tokens of started prefills, within the step's token budget."""
         running = self._state.running
         position = 0
         while position < len(running) and not plan.is_stalled:
@@ -60,12 +60,14 @@ class RunningPlanner:
                     self._state.emit(plan, request, num_tokens)
 
     def _grow(self, plan: StepPlan, request: Request, num_tokens: int) -> int:
-        """Allocate blocks for a running request's next tokens; return for how many they suffice.
+        """Allocate blocks for a running request's next tokens; return for how many tokens they
+        suffice.
 
-        With too few blocks, fewer tokens; with none, less urgent requests are preempted; if that
-        would not help, 0: the request keeps its blocks and sits this step out. Where only a
-        request in flight stands in its way, the plan is stalled: nothing less urgent is added, so
-        that the blocks can be taken once the step in flight has completed.
+        That is fewer than asked for if only some blocks are available. If none is, less urgent
+        requests are preempted. If that cannot free a block, the result is 0: the request keeps its
+        blocks and is not in this step. If only a plan in flight keeps the blocks, the plan is
+        marked as stalled: no less urgent request is added, so that this one can take the blocks
+        when that step has completed.
         """
         state = self._state
         num_held = len(request.block_table)
@@ -90,9 +92,10 @@ class RunningPlanner:
         return num_tokens
 
     def _choose_victims(self, request: Request) -> list[Request]:
-        """Return the fewest, least urgent requests whose preemption frees a block, or none.
+        """Return the least urgent requests, as few as possible, whose preemption frees a block; or
+        none.
 
-        Several may share all of their blocks, so that only together they yield one.
+        More than one may be needed, because requests share blocks.
         """
         pool = self._state.pool
         num_released: Counter[int] = Counter()

@@ -1,31 +1,36 @@
-"""The scheduler: which tokens of which requests the next step computes, and in which blocks.
+"""The scheduler: it decides which tokens of which requests a step computes, and in which blocks.
 
-State in, decision out: time is an argument, a step is a ``StepPlan``, its outcome comes back
-through ``complete``. The simulator runs this very class. Its parts share one ``SchedulerState``:
-``lifecycle.py`` takes requests in and ends them, ``running.py`` plans decodes and started
-prefills, ``admission.py`` starts waiting requests, ``load_planning.py`` starts loads.
+It is a pure state machine: time is an argument, ``schedule`` returns a step as a ``StepPlan``, and
+``complete`` takes the step's result. The simulator runs the same class. Its parts share one
+``SchedulerState``: ``lifecycle.py`` adds and ends requests, ``running.py`` plans decodes and
+started prefills, ``admission.py`` starts waiting requests, ``load_planning.py`` starts loads.
 
-Rules that everything below serves:
+Rules:
 
-- Running requests are served in order of urgency: lower ``priority`` first, then arrival. A
-  request takes blocks only from less urgent ones, never from one in flight, and only if that
-  yields a block. So the most urgent request always proceeds, and every request ends.
-- Of the waiting requests of a priority, those of the client with the fewest running ones for its
-  weight come first: clients get shares. A client's own are admitted in the order of arrival, but
-  for those with a longer cached prefix; ``MAX_OVERTAKEN`` later ones at most go before any.
-- Waiting requests never take blocks from running ones. One is admitted when its prompt, and a
-  block's worth of growth for everybody, fits beside what the running ones still need.
-- Tokens become matchable when the step that computed them has completed, not before.
-- A load from a lower tier or another instance takes only blocks that neither the running requests
-  nor those ahead in the queue need next, and never so many that a running request could not reach
-  its full length. So a load delays no decode. Its blocks are free when the transfer into them has
-  ended, not before; those of a prefill that is held, when the hold or its lease ends.
-- Blocks for which the machine lacks memory count as not there. Requests wait for it; when it comes
-  too late for the most urgent one, that one ends, and the next has its blocks.
-- With ``engine.overlap`` one plan may be made while the step before it runs. It counts on that
-  step's tokens without knowing them; ``settle`` takes out the requests that the step has ended.
+- Running requests are served in order of urgency: lower ``priority`` first, then arrival. A request
+  that lacks a block preempts less urgent ones, except those in a step in flight, and only if that
+  frees a block. So the most urgent request always proceeds, and every request ends.
+- Among waiting requests of one priority, those of the client with the fewest running requests for
+  its weight come first. The requests of one client are admitted in the order of arrival, except
+  that a longer cached prefix goes first; at most ``MAX_OVERTAKEN`` requests overtake any other.
+- Waiting requests never take blocks from running ones. A request is admitted when the free and
+  evictable blocks suffice for its known tokens and one more block, and for the same of every
+  running request.
+- Tokens can be matched by other requests when the step that computed them has completed.
+- A load from the store or another instance may take a block only if neither a running request nor a
+  request ahead in the queue needs it next, and only if every running request can still reach its
+  full length. So a load delays no decode. The blocks of a load become free when the transfers into
+  them have ended. The blocks of a held prefill become free when the hold is released or its lease
+  ends.
+- Blocks for which the machine has no memory do not count as free. Requests wait for memory; if the
+  wait takes too long, the most urgent request is ended with an error and the next one gets its
+  blocks.
+- With ``engine.overlap``, the next step may be planned while a step runs. That plan reckons with
+  the running step's tokens, whose ids are not known yet; ``settle`` then removes the requests that
+  the running step has ended.
 
-Single-threaded. Each plan is completed in turn; everything else may come in between.
+Single-threaded. Plans are completed in the order in which they were made; all other calls may come
+at any time between.
 """
 
 import math
@@ -59,22 +64,23 @@ from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 __all__ = ["ScheduledSequence", "Scheduler", "StepPlan"]
 
 MEMORY_RETRY_S = 1.0
-"""Seconds between attempts to reserve memory that the machine lacked."""
+"""Seconds between attempts to reserve memory after the machine had none."""
 
 MEMORY_WAIT_S = 30.0
 """Seconds without progress for lack of memory, after which a request is ended."""
 
 
 class Scheduler:
-    """Continuous batching over a block pool and a prefix index.
+    """The scheduler of one instance: continuous batching over a block pool and a prefix index.
 
     Args:
-        config: with ``max_model_len`` resolved.
-        pool: of the same number of blocks as the runner's memory.
-        index: over that pool.
-        tiers: decides what is loaded from lower tiers; None: nothing is.
-        states: slots of the runner's memory, and what is kept; None: the model has no state.
-        windows: blocks of layers with a window; None: these have none of their own.
+        config: the engine's configuration, with ``max_model_len`` resolved to a number.
+        pool: the block pool; it has as many blocks as the runner has memory for.
+        index: the prefix index over that pool.
+        tiers: decides which blocks are loaded from lower tiers; None: none are.
+        states: the slots for states and the policy that keeps snapshots; None: the model has no
+            state.
+        windows: the pool of window blocks; None: sliding-window layers have no blocks of their own.
 
     Raises: ConfigError (``max_model_len`` is 0).
     """
@@ -109,12 +115,12 @@ class Scheduler:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Number of tokens per block."""
         return self._config.block_size
 
     @property
     def max_request_len(self) -> int:
-        """Tokens of prompt and output that one request may have here."""
+        """Largest number of prompt and output tokens that one request may have."""
         return self._state.max_len
 
     @property
@@ -124,9 +130,10 @@ class Scheduler:
 
     @property
     def wake_s(self) -> float:
-        """Time at which ``schedule`` has work again: ``-inf`` now, ``inf`` only after a call.
+        """Time from which ``schedule`` can do something new, in monotonic seconds.
 
-        While everything that is live only waits for loads, the next deadline.
+        ``-inf``: now; ``inf``: only after another call, such as ``add``. If all live requests wait
+        for loads, it is the next time at which a wait, a lease or a deadline ends.
         """
         return self._state.wake_s
 
@@ -134,8 +141,9 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ConfigError: the prompt is empty, or too long for the context or for all the blocks.
-            ConflictError: a live request has this id, or one whose blocks are held.
+            ConfigError: the prompt is empty, or longer than the context or than all blocks
+                together.
+            ConflictError: the id is that of a live request, or of one whose blocks are held.
             CapacityError: ``max_running + max_queue`` requests are live, or the machine lacks
                 memory for the prompt.
         """
@@ -143,17 +151,19 @@ class Scheduler:
         self._state.wake_s = -math.inf
 
     def cancel(self, request_id: str) -> bool:
-        """End a request with ``FinishReason.CANCELLED``; False if no such request is live.
+        """End a request with ``FinishReason.CANCELLED``; return False if no live request has this
+        id.
 
-        Its blocks are released now or, if it is in a plan in flight, by ``complete``, which
-        then returns it. Blocks that a load writes into are released when that has ended.
+        Its blocks are released now or, if it is in a plan in flight, by ``complete``, which then
+        returns the request. Blocks that a load writes into are released when that load has ended.
         """
         return self._lifecycle.cancel(request_id)
 
     def flush_cache(self) -> int:
-        """Forget all prefixes; return the blocks freed at once. Running requests go on.
+        """Drop all cached prefixes; return the number of blocks freed at once. Running requests go
+        on.
 
-        Loads in progress are given up: their blocks belong to the dropped prefixes.
+        Loads in progress are given up, because they extend dropped prefixes.
         """
         for request in self._state.loads.give_up_all():
             self._state.end_loading(request)
@@ -165,20 +175,22 @@ class Scheduler:
         return self._state.prefix.clear()
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Record blocks whose load ended with verified content.
+        """Record blocks of a request that have been loaded and whose content has been verified.
 
         Args:
-            request: of the ``BlockLoad``, whether it is still live or not.
-            block_ids: of loads of that request; nothing writes into them any more.
+            request: the request of the ``BlockLoad``; it may have ended.
+            block_ids: destinations of loads of that request, into which nothing writes any more.
 
-        Raises: ConflictError (no such load is under way); nothing has changed then.
+        Raises: ConflictError (a block is not being loaded for this request); nothing has changed
+            then.
         """
         if self._state.loads.note_done(request, block_ids):
             self._state.end_loading(request)
         self._state.wake_s = -math.inf
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Record blocks whose load failed; the request computes them.
+        """Record blocks of a request that could not be loaded; the request computes these tokens
+        itself.
 
         Args and Raises as for ``load_done``.
         """
@@ -187,11 +199,12 @@ class Scheduler:
         self._state.wake_s = -math.inf
 
     def continue_request(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Give a request that awaits them the tokens that another instance has generated.
+        """Append tokens that another instance has generated to a request that waits for them.
 
-        False if no such request is live, or it no longer waits: it generates them itself.
+        Returns False, and changes nothing, if no live request has this id or it no longer waits; it
+        then generates these tokens itself.
 
-        Raises: ConfigError (they leave no room for another one).
+        Raises: ConfigError (with these tokens there is no room left for another one).
         """
         if not self._lifecycle.continue_request(request_id, token_ids):
             return False
@@ -199,22 +212,24 @@ class Scheduler:
         return True
 
     def release_hold(self, request_id: str) -> bool:
-        """Give up the blocks held for a prefilled request; False if none are held."""
+        """Release the blocks held for an ended prefill request; return False if none are held."""
         self._state.wake_s = -math.inf
         return self._state.holds.release(request_id)
 
     def find_prefill(self, request_id: str) -> Request | None:
-        """Return the request that only prefills: live, or ended with its blocks held."""
+        """Return the prefill-only request with this id, if it is live or its blocks are still
+        held.
+        """
         request = self._state.requests.get(request_id)
         if request is not None and request.prefill_lease_s is not None:
             return request
         return self._state.holds.find(request_id)
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
-        """Return True if a block still has the content with which ``schedule`` reported it.
+        """Return True if a block still has the content that it had when ``schedule`` reported it.
 
-        Ask after copying it out, and before the copy may be read: only ``schedule`` gives
-        blocks away, so the memory was not written before it changed hands here.
+        Call it after copying the block and before using the copy. Only ``schedule`` allocates
+        blocks, so a copy of an unchanged block was not overwritten while it was made.
         """
         slot, states = find_state_slot(block.block_id), self._state.states
         if slot is not None:
@@ -225,7 +240,9 @@ class Scheduler:
         return self._state.pool.get_generation(block.block_id) == block.generation
 
     def add_identity(self, adapter: str, identity: bytes) -> None:
-        """Name the ``KvIdentity.digest`` of the KV that an adapter, by its digest, writes."""
+        """Set the ``KvIdentity.digest`` of the KV that an adapter computes; ``adapter`` is its
+        digest.
+        """
         self._state.index.add_identity(adapter, identity)
 
     def make_block_keys(
@@ -235,9 +252,10 @@ class Scheduler:
         return self._state.prefix.make_keys(prompt_ids, cache_salt, adapter)
 
     def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain the device holds and can go on from.
+        """Return how many leading blocks of a chain of keys a request could reuse from this device.
 
-        At their end there is a state, and the window before it.
+        For a model with states or windows, the count ends at a block behind which the state or the
+        window is cached too.
         """
         num_cached = self._state.index.count_cached_blocks(keys)
         states, windows = self._state.states, self._state.windows
@@ -267,13 +285,13 @@ class Scheduler:
         )
 
     def measure_load(self) -> InstanceLoad:
-        """Return what the live requests need. O(live requests)."""
+        """Return the tokens and blocks that the live requests need. O(live requests)."""
         return measure_load(self._state)
 
     # ---------------------------------------------------------------- a step begins
 
     def schedule(self, now_s: float) -> StepPlan:
-        """Plan the next step; a plan that is not empty must be completed, in the order of planning.
+        """Plan the next step. Plans that are not empty must be completed, in the order of planning.
 
         Args:
             now_s: monotonic seconds, never less than in the last call.
@@ -317,12 +335,12 @@ class Scheduler:
         return plan
 
     def settle(self, plan: StepPlan) -> bool:
-        """Adapt a plan that was made while a step ran, after that step's ``complete``.
+        """Correct a plan that was made while a step ran, after that step's ``complete``.
 
-        Takes out the sequences of requests that have ended meanwhile and renews the block tables
-        of the others. False if nothing is left to compute: the plan is over then.
+        Removes the requests that have ended meanwhile, and renews the block tables of the others.
+        Returns False if nothing is left to compute; such a plan is not completed.
 
-        Raises: ConflictError (another plan is to be completed first).
+        Raises: ConflictError (another plan must be completed first).
         """
         return self._lifecycle.settle(plan)
 
@@ -348,7 +366,7 @@ class Scheduler:
         return wake_s
 
     def _end_starved(self, plan: StepPlan, now_s: float) -> None:
-        """End the most urgent request if lack of memory has stopped all progress for too long."""
+        """End one request, the most urgent, if lack of memory has stopped all progress too long."""
         state = self._state
         is_idle = not (plan.sequences or plan.loads or state.loading or state.in_flight)
         if not (state.pool.is_short and is_idle and (state.running or state.waiting)):
@@ -356,24 +374,25 @@ class Scheduler:
         elif self._starved_since_s is None:
             self._starved_since_s = now_s
         elif now_s - self._starved_since_s >= MEMORY_WAIT_S:
-            # End the most urgent request: all others have already given up their blocks for it and
-            # it still does not fit, while they may need fewer blocks.
+            # End the most urgent request. All others have given up their blocks for it and it still
+            # does not fit; the others may need fewer blocks.
             request = (state.running or state.waiting)[0]
             self._lifecycle.finish(request, FinishReason.ERROR, now_s)
             plan.starved.append(request)
             self._starved_since_s = None
 
     def _plan_prefills(self, plan: StepPlan, now_s: float) -> None:
-        """Continue started prefills, then admit waiting requests, as far as the budget goes."""
+        """Plan started prefills, then admit waiting requests, within the step's token budget."""
         self._running.plan_prefills(plan)
         if not plan.is_stalled:
             self._admission.admit_waiting(plan, now_s)
 
     def _plan_decode_first(self, plan: StepPlan, now_s: float) -> None:
-        """Plan decodes alone while any can run, except that prefills do not wait for ever.
+        """Plan decodes alone while any can run, with an exception that keeps prefills from
+        starving.
 
-        A request that has waited ``max_passover_s`` is due, and gets every other step until its
-        prompt is computed.
+        If a waiting or prefilling request arrived more than ``max_passover_s`` ago, every other
+        step is a prefill step.
         """
         is_due = not self._was_prefill_step and self._is_prefill_due(now_s)
         if is_due:
@@ -399,23 +418,26 @@ class Scheduler:
         now_s: float,
         finished: Mapping[str, FinishReason] = NOT_FINISHED,
     ) -> list[Request]:
-        """Record the outcome of a step; return the requests that ended with it.
+        """Record the result of a step; return the requests that ended with it.
 
         Args:
-            plan: the oldest in flight, executed.
-            sampled: the tokens, one or more, of each sequence that wants a sample, by request id.
-                Of several, all but the last are drafts that the step has verified.
+            plan: the oldest plan in flight, which has been executed.
+            sampled: by request id, the sampled tokens of each sequence that wants a sample. If
+                there are several, all but the last are draft tokens that the step has verified.
             now_s: monotonic seconds.
-            finished: requests that end with this step, as the caller decided: by stop ids and
-                end-of-text (with their token), or ``FinishReason.ERROR`` (without), where what
-                the step computed is not to be trusted. Length and deadline are decided here.
+            finished: requests that the caller ends with this step, with the reason: a stop id or
+                end of text (their token is in ``sampled``), or ``FinishReason.ERROR`` if the step's
+                result is unusable (no token). The scheduler itself decides on length and deadline.
 
-        Raises: ConflictError (another plan, or a sample is missing); nothing has changed then.
+        Raises: ConflictError (not the oldest plan, or a sample is missing); nothing has changed
+            then.
         """
         ended = self._lifecycle.complete(plan, sampled, now_s, finished)
         self._state.wake_s = -math.inf
         return ended
 
     def check(self) -> None:
-        """Assert that every reference in the pool has its owner. O(blocks), for tests."""
+        """Assert that every block reference is owned by a request, load, hold or plan. O(blocks),
+        for tests.
+        """
         self._state.check()

@@ -1,8 +1,9 @@
-"""Counts of each client's requests, and the admission of one more when there are many. Pure.
+"""The number of live requests of each client, and the rule that refuses more of them. Pure.
 
-Up to a limit everyone may come. Beyond it, a client that has less than its share of the limit, by
-the weights of all that are there, still may, until there are twice as many: so one that fills the
-queue refuses itself and nobody else.
+While fewer than ``limit`` requests are live, every request is accepted. From ``limit`` to ``2 *
+limit``, a client may add a request only while it has fewer than its share of ``limit``, by the
+weights of the clients that have requests. So a client that fills the queue gets its own further
+requests refused, and no others.
 """
 
 from collections import Counter
@@ -11,29 +12,35 @@ __all__ = ["ClientShares"]
 
 
 class ClientShares:
-    """Counts requests by client. Single-threaded."""
+    """Numbers of live requests by client. Single-threaded."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._total = 0
         self._weights: dict[str, float] = {}
-        """Weights of clients with requests, as given by each client's latest request."""
+        """Weights of the clients that have requests, each as given with the client's latest
+        request."""
 
     def __len__(self) -> int:
-        """Return the requests of all clients."""
+        """Return the number of requests of all clients."""
         return self._total
 
     @property
     def num_clients(self) -> int:
-        """Clients that have a request."""
+        """Number of clients that have a request."""
         return len(self._counts)
 
     def count(self, client: str) -> int:
-        """Return the requests of a client."""
+        """Return the number of requests of a client."""
         return self._counts[client]
 
     def has_room(self, client: str, limit: int, weight: float = 1.0) -> bool:
-        """Return True if a client may have one more request; see the module's rule."""
+        """Return True if a client may add a request while ``limit`` requests are the regular
+        maximum.
+
+        True while fewer than ``limit`` are live in all, False from ``2 * limit`` on; between, True
+        if the client has fewer than its weighted share of ``limit``.
+        """
         if self._total < limit:
             return True
         if self._total >= 2 * limit:
@@ -42,13 +49,13 @@ class ClientShares:
         return self._counts[client] < int(limit * weight / (others + weight))
 
     def add(self, client: str, weight: float = 1.0) -> None:
-        """Count one more request of a client."""
+        """Count one more request of a client, and store the client's weight."""
         self._counts[client] += 1
         self._total += 1
         self._weights[client] = weight
 
     def remove(self, client: str) -> None:
-        """Remove a request of a client that was counted."""
+        """Count one request less of a client, when a request ends."""
         assert self._counts[client] > 0, f"client {client!r} has no request"
         self._counts[client] -= 1
         self._total -= 1

@@ -1,7 +1,8 @@
-"""State that the parts of the scheduler share: the queues, the blocks and their promised uses.
+"""State that the parts of the scheduler share: queues, plans in flight, counts of blocks.
 
-Owns the waiting queue, the loading list and the running set, each kept in order, and the plans in
-flight. Counts blocks; decides nothing. Pure and single-threaded.
+Owns the waiting queue, the list of requests that wait for a load and the running set, each sorted,
+and the plans in flight. Counts blocks that are available, needed or committed; decides nothing.
+Pure and single-threaded.
 """
 
 import math
@@ -26,20 +27,21 @@ from tandem.engine.stepping.messages import Phase
 __all__ = ["MAX_CANDIDATES", "SchedulerState"]
 
 MAX_CANDIDATES = 128
-"""Waiting requests looked at per step; with more, arrival order alone decides (as in SGLang):
-ordering a long queue costs more than the hits it finds."""
+"""Number of waiting requests considered in a step. If more wait, they are ordered by arrival and
+not by cached prefix (as in SGLang), because sorting a long queue costs more than its hits save."""
 
 
 class SchedulerState:
-    """Requests by state, and blocks by use.
+    """The requests of a scheduler by state, and its blocks by use.
 
     Args:
-        config: with ``max_model_len`` resolved.
-        pool: of the same number of blocks as the runner's memory.
-        index: over that pool.
-        tiers: decides what is loaded from lower tiers; None: nothing is.
-        states: slots of the runner's memory, and what is kept; None: the model has no state.
-        windows: blocks of layers with a window; None: these have none of their own.
+        config: the engine's configuration, with ``max_model_len`` resolved to a number.
+        pool: the block pool; it has as many blocks as the runner has memory for.
+        index: the prefix index over that pool.
+        tiers: decides which blocks are loaded from lower tiers; None: none are.
+        states: the slots for states and the policy that keeps snapshots; None: the model has no
+            state.
+        windows: the pool of window blocks; None: sliding-window layers have no blocks of their own.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class SchedulerState:
             if states is None
             else StateReuse(states, index, config.block_size, counters, is_enabled=is_enabled)
         )
-        """Slots of the states of requests; None: the model has none."""
+        """State slots of requests, and snapshots; None: the model has no state."""
         self.windows = (
             None
             if windows is None
@@ -68,7 +70,7 @@ class SchedulerState:
                 windows, index, config.block_size, counters, is_ahead=config.overlap == "on"
             )
         )
-        """Blocks of the layers with a window; None: they are part of the others."""
+        """Blocks of the sliding-window layers; None: these layers use the full blocks."""
         self.prefix = PrefixReuse(
             index,
             config.block_size,
@@ -86,14 +88,14 @@ class SchedulerState:
         self.max_len = min(config.max_model_len, pool.num_blocks * config.block_size)
         self.requests: dict[str, Request] = {}
         self.shares = ClientShares()
-        """Shares of the live requests."""
+        """Number of live requests of each client."""
         self.waiting: list[Request] = []
         self.loading: list[Request] = []
         self.running: list[Request] = []
         self.in_flight: deque[StepPlan] = deque()
         """Plans that have not completed, the oldest first."""
         self.evicted: list[KeyedBlock] = []
-        """Full blocks given up since the last plan."""
+        """Full blocks evicted since the last plan."""
         self.wake_s = math.inf
         """Time at which there is work to plan; see ``Scheduler.wake_s``."""
         self.counters = counters
@@ -101,7 +103,9 @@ class SchedulerState:
     # ---------------------------------------------------------------- queues
 
     def enqueue(self, request: Request) -> None:
-        """Put a request into the waiting queue; preempted ones go to the front of their class."""
+        """Put a request into the waiting queue; a preempted one goes to the front of its
+        priority.
+        """
         is_preempted = request.queue.num_preemptions > 0
         request.state = RequestState.PREEMPTED if is_preempted else RequestState.WAITING
         insort(self.waiting, request, key=_queue_order)
@@ -111,17 +115,18 @@ class SchedulerState:
         _remove_sorted(self.waiting, request, _queue_order)
 
     def enter_running(self, request: Request) -> None:
-        """Put a request that has its blocks into the running set."""
+        """Put a request into the running set; its blocks are allocated already."""
         request.state = RequestState.RUNNING
         request.queue.is_prefilling = True
         insort(self.running, request, key=_urgency)
 
     def leave_running(self, request: Request, *, is_sound: bool = True) -> None:
-        """Take a request out of the running set; what it computed stays matchable.
+        """Take a request out of the running set and release its blocks; their tokens can still be
+        matched.
 
         Args:
-            request: in no plan in flight.
-            is_sound: False: its last step has failed, so its state may be anything.
+            request: a request that is in no plan in flight.
+            is_sound: False if its last step failed, so that its recurrent state must not be kept.
         """
         _remove_sorted(self.running, request, _urgency)
         num_computed = request.num_computed_tokens
@@ -131,9 +136,9 @@ class SchedulerState:
         request.queue.is_prefilling = False
 
     def limit_chunk(self, request: Request, num_tokens: int) -> int:
-        """Return how many of its next tokens a step computes.
+        """Return how many of a request's next ``num_tokens`` tokens one step may compute.
 
-        It ends where a state is kept, and where blocks of its window are lacking.
+        A chunk ends where a snapshot of the state is to be saved, and where window blocks run out.
         """
         if self.states is not None:
             num_tokens = self.states.limit(request, num_tokens)
@@ -142,13 +147,15 @@ class SchedulerState:
         return num_tokens
 
     def end_loading(self, request: Request) -> None:
-        """Put a request that has nothing more to wait for back into the waiting queue."""
+        """Move a request back from loading to the waiting queue, unless it awaits a
+        continuation.
+        """
         if request.state is RequestState.LOADING and not request.awaits_continuation:
             self.loading.remove(request)
             self.enqueue(request)
 
     def emit(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
-        """Add the next ``num_tokens`` of a request to a plan; its blocks cover them."""
+        """Add the next ``num_tokens`` tokens of a request to a plan; its blocks must cover them."""
         queue, start = request.queue, request.num_planned_tokens
         if self.windows is not None:
             self.windows.extend(request, start + num_tokens)
@@ -177,20 +184,21 @@ class SchedulerState:
     # ---------------------------------------------------------------- blocks
 
     def count_blocks(self, num_tokens: int) -> int:
-        """Return the blocks that so many tokens take."""
+        """Return the number of blocks that ``num_tokens`` tokens occupy."""
         return -(-num_tokens // self.config.block_size)
 
     def count_available(self, num_wanted: int = 0) -> int:
-        """Return the blocks that can be allocated, evicting cached ones.
+        """Return the number of blocks that ``allocate`` can give: free ones and cached ones.
 
-        Memory is reserved for ``num_wanted`` of them, or all that are free.
+        First tries to reserve memory for ``num_wanted`` of the free ones.
         """
         self.pool.reserve(num_wanted)
         return self.pool.num_free + self.pool.num_cached
 
     def allocate(self, num_blocks: int) -> tuple[int, ...]:
-        """Take blocks, evicting cached ones if too few are free; the caller has checked the
-        count.
+        """Allocate blocks, evicting cached ones if too few are free; return their ids.
+
+        The caller has checked ``count_available``.
         """
         pool = self.pool
         if num_blocks > pool.num_free:
@@ -200,30 +208,33 @@ class SchedulerState:
         return tuple([pool.allocate() for _ in range(num_blocks)])
 
     def count_outstanding(self, request: Request) -> int:
-        """Return the blocks that a running request still needs, one block of growth included."""
+        """Return the number of blocks that a running request still needs, one of growth
+        included.
+        """
         return self.count_lookahead(request) - len(request.block_table)
 
     def count_lookahead(self, request: Request) -> int:
-        """Return the blocks of a request's known tokens and one block of growth."""
+        """Return the number of blocks for a request's known tokens and one more block of growth."""
         num_tokens = request.num_expected_tokens
         limit = request.queue.max_total_tokens - 1
         growth_end = min(num_tokens + self.config.block_size, limit)
         return self.count_blocks(max(num_tokens, growth_end))
 
     def count_full_length(self, request: Request) -> int:
-        """Return the blocks of a request that reaches its full length."""
+        """Return the number of blocks of a request with ``max_total_tokens`` tokens."""
         return self.count_blocks(request.queue.max_total_tokens)
 
     def count_largest(self) -> int:
-        """Return the blocks of the longest decoding request at its full length."""
+        """Return the largest number of blocks that a running, decoding request can come to need."""
         return max(
             (self.count_full_length(r) for r in self.running if r.prefill_lease_s is None),
             default=0,
         )
 
     def count_committed(self) -> int:
-        """Return the number of blocks that preemption cannot free: in loads, in holds and in
-        future holds.
+        """Return the number of blocks that preemption cannot free.
+
+        These are blocks of loads, of holds, and of running prefills, which will be held.
         """
         to_come = sum(
             self.count_full_length(r) for r in self.running if r.prefill_lease_s is not None
@@ -233,7 +244,9 @@ class SchedulerState:
     # ---------------------------------------------------------------- checks
 
     def check(self) -> None:
-        """Assert that every reference in the pool has its owner. O(blocks), for tests."""
+        """Assert that every block reference is owned by a request, load, hold or plan. O(blocks),
+        for tests.
+        """
         self.pool.check()
         self.index.check()
         owners: Counter[int] = Counter()
@@ -269,12 +282,14 @@ class SchedulerState:
 
 
 def _urgency(request: Request) -> tuple[int, int]:
-    """Key of the running set."""
+    """Return the sort key of the running set: priority, then arrival."""
     return (request.priority, request.sequence_id)
 
 
 def _queue_order(request: Request) -> tuple[int, bool, int]:
-    """Key of the waiting queue: preempted requests stand at the front of their class."""
+    """Return the sort key of the waiting queue: priority, preempted requests first, then
+    arrival.
+    """
     return (request.priority, request.state is not RequestState.PREEMPTED, request.sequence_id)
 
 

@@ -1,1 +1,1 @@
-"""Steps: their messages, what runs them, and sampling from their logits."""
+"""Execution of steps: messages to the runner, the runner itself, and sampling from its logits."""

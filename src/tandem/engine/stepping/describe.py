@@ -1,4 +1,6 @@
-"""Plain values of steps, made of requests and plans; and the errors of steps that fail."""
+"""Conversion of plans and requests to the plain values of a ``StepInput``; errors of failed
+steps.
+"""
 
 from collections.abc import Iterable
 
@@ -29,8 +31,8 @@ def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
     """Return the plain values of a scheduled sequence."""
     request = sequence.request
     start, end = sequence.start, sequence.start + sequence.num_tokens
-    # A prompt position scores the next prompt token; the last position predicts output and scores
-    # none.
+    # The logits of a prompt position score the next prompt token. Those of the last position
+    # predict output and score nothing.
     num_scored = request.prompt_len - 1 - start
     is_scored = request.sampling.prompt_logprobs is not None and num_scored > 0
     pooled = None
@@ -76,7 +78,7 @@ def describe_start(request: Request, seed: int, stop_ids: Iterable[int]) -> Sequ
 
 
 def describe_step(plan: StepPlan, seconds: float) -> StepRecord:
-    """Return the work of a step, for estimates of later ones."""
+    """Return a record of a step's work and duration, from which later durations are estimated."""
     prefill_tokens = num_decodes = decode_tokens = 0
     prefill_context = 0.0
     for sequence in plan.sequences:
@@ -90,13 +92,16 @@ def describe_step(plan: StepPlan, seconds: float) -> StepRecord:
 
 
 def describe_failure(error: Exception) -> InternalError:
-    """Return the error of a request that a step fails for."""
+    """Return the error with which requests end when the model fails in their step."""
     cause = error.what if isinstance(error, TandemError) else error
     return InternalError("engine.step", f"the model failed: {cause}")
 
 
 def describe_broken_row(params: SamplingParams) -> TandemError:
-    """Say whose fault it is that a row of logits is no distribution."""
+    """Return the error for logits without a distribution (NaN, or nothing left to choose).
+
+    It names the grammar, the penalties or the model as the cause, as the parameters suggest.
+    """
     if params.grammar:
         what = (
             "the grammar allows no token here, or reached the limits of its parser: use a simpler "

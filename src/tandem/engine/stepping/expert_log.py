@@ -1,4 +1,4 @@
-"""Counts of the experts that tokens chose, by layer, while serving.
+"""Counts of how often each expert of each layer was chosen while serving.
 
 Shapes: M layers with experts, T tokens, K experts per token, E experts.
 """
@@ -12,20 +12,20 @@ from tandem.engine.stepping.expert_trace import TraceWriter
 __all__ = ["ExpertLog"]
 
 MAX_LATER = 32
-"""Steps whose choices are counted together."""
+"""Number of small steps whose choices are collected before they are counted together."""
 MANY_TOKENS = 64
-"""Tokens of a step whose choices are counted at once, so that few are kept."""
+"""Number of tokens from which a step's choices are counted at once, so that few arrays are kept."""
 
 
 class ExpertLog:
-    """Counts choices, and writes them to a trace if one is wanted.
+    """The counts of chosen experts, and the writer of a trace of the choices.
 
-    One thread notes, another may read: counts are then of some step before.
+    One thread calls ``note``. Another may call ``read``; its counts may lack the latest steps.
 
     Args:
         layers: indexes of the layers with experts, M of them.
         num_experts: E.
-        trace: owned; None: none is written.
+        trace: file to which choices are written, owned; None: none.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class ExpertLog:
         self._layers, self._num_experts = layers, num_experts
         self._offsets = np.arange(0, len(layers) * num_experts, num_experts)[:, None, None]
         # A pair: the counts up to some step, and the choices made since then, which are counted
-        # together because that is cheaper. Replace the pair as a whole, so that a concurrent reader
-        # never counts a step twice.
+        # together because that is cheaper. The pair is replaced as a whole, so that a concurrent
+        # reader never counts a step twice.
         zeros = np.zeros(len(layers) * num_experts, np.int64)
         self._counted: tuple[NDArray[np.int64], list[NDArray[np.int64]]] = (zeros, [])
         self._num_tokens = 0
@@ -43,15 +43,15 @@ class ExpertLog:
 
     @property
     def writes_trace(self) -> bool:
-        """True if ``note`` needs to know which tokens are output."""
+        """True if a trace is written, so that ``note`` needs ``is_output``."""
         return self._trace is not None
 
     def note(self, choices: NDArray[np.int64], is_output: NDArray[np.bool_] | None = None) -> None:
-        """Take in a step's choices, [M, T, K].
+        """Count the experts that a step's tokens chose, and append them to the trace.
 
         Args:
-            choices: not kept.
-            is_output: [T], for a trace.
+            choices: ids of the chosen experts, [M, T, K]; not kept.
+            is_output: [T], True for output tokens; needed for a trace.
         """
         counts, later = self._counted
         later.append(choices.copy())
@@ -62,7 +62,7 @@ class ExpertLog:
             self._trace.write(choices, is_output)
 
     def read(self) -> ExpertCounts:
-        """Return the counts so far."""
+        """Return the number of choices of each expert so far, by layer."""
         counts, later = self._counted
         if later := list(later):
             counts = counts + self._count(later)

@@ -1,7 +1,7 @@
-"""The file of a trace of routing: which experts each token chose in each layer; ids and no text.
+"""A file that records which experts each token chose in each layer. It has expert ids and no text.
 
-Layout in docs/design/models/expert_trace.md. The writer appends whole records and stops for good at
-its limit or at the first error, as serving goes on without a trace. One thread writes.
+Layout in docs/design/models/expert_trace.md. The writer appends whole records. At its size limit or
+at the first error it stops for good, and serving goes on without a trace. One thread writes.
 """
 
 import struct
@@ -29,7 +29,8 @@ __all__ = [
 
 FORMAT_NAME = "tandem-expert-trace"
 MAX_TRACE_BYTES = 1 << 30
-"""A megabyte a thousand decoded tokens of Qwen3-30B-A3B: more than any replay needs."""
+"""Largest size of a trace. Qwen3-30B-A3B writes about a megabyte per thousand decoded tokens, so a
+gibibyte is more than a replay needs."""
 MAX_HEADER_BYTES = 1 << 16
 MAX_RECORD_TOKENS = 1 << 20
 LENGTH = struct.Struct("<I")
@@ -49,21 +50,21 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TraceRecord(msgspec.Struct, frozen=True):
-    """The tokens of one step."""
+    """The expert choices of one step's tokens."""
 
     is_output: NDArray[np.bool_]
-    """[T]: False for a token of a prompt."""
+    """[T]: True for an output token, False for a token of a prompt."""
     choices: NDArray[np.uint16]
-    """[M, T, K]: by layer, token and place in the router's choice."""
+    """[M, T, K]: expert ids by layer, token and rank in the router's choice."""
 
 
 class TraceWriter:
-    """Appends the choices of steps to a new file.
+    """The writer of a new trace file.
 
     Args:
-        path: not overwritten: where it exists, ``path.1`` and so on is made.
-        header: of the model.
-        max_bytes: of the file; later steps are left out.
+        path: file to create. An existing file is not overwritten: ``path.1`` and so on is used.
+        header: the model's layers and sizes.
+        max_bytes: largest size of the file; later steps are not written.
 
     Raises: ConfigError (the file cannot be made).
     """
@@ -77,11 +78,11 @@ class TraceWriter:
         self._file.write(msgspec.json.encode(header) + b"\n")
 
     def write(self, choices: NDArray[np.int64], is_output: NDArray[np.bool_]) -> None:
-        """Append a step; nothing once the file is full or failed.
+        """Append the choices of a step; do nothing if the file is full or has failed.
 
         Args:
-            choices: [M, T, K].
-            is_output: [T].
+            choices: expert ids, [M, T, K].
+            is_output: True for output tokens, [T].
         """
         if self._file.is_open:
             head = LENGTH.pack(len(is_output)) + is_output.tobytes()
@@ -95,7 +96,7 @@ class TraceWriter:
 def open_trace(path: Path) -> tuple[TraceHeader, Iterator[TraceRecord]]:
     """Return a trace's header and its records, read one by one.
 
-    A record that is cut off ends the trace: its writer was killed.
+    A record that is cut off is taken as the end of the trace, because its writer was killed.
 
     Raises: NotFoundError; CorruptionError, also while records are read.
     """
@@ -134,10 +135,10 @@ def _read_records(path: Path, header: TraceHeader, offset: int) -> Iterator[Trac
 
 
 def read_decodes(records: Iterable[TraceRecord], num_layers: int) -> list[list[list[int]]]:
-    """Return, by layer and step, the distinct experts that output tokens chose, in id order.
+    """Return, by layer and step, the distinct experts that output tokens chose, in order of id.
 
-    Prompts are left out: they touch most experts and pass a cache by. Steps without output tokens
-    are none.
+    Tokens of prompts are left out, because they choose most experts and do not use a cache of
+    experts. Steps without output tokens are left out.
     """
     layers: list[list[list[int]]] = [[] for _ in range(num_layers)]
     for record in records:

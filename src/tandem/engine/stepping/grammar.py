@@ -1,8 +1,8 @@
-"""Grammars of running requests: which tokens may come next.
+"""Grammars of running requests: they determine which tokens may come next.
 
-A ``GrammarState`` belongs to one sequence and follows its tokens. It knows nothing that the grammar
-and the tokens do not tell, so it is made anew from them on another instance. Masks are computed on
-a thread while the model runs; llguidance releases the GIL.
+A ``GrammarState`` belongs to one sequence and follows its tokens. It depends on the grammar and the
+tokens alone, so another instance can rebuild it. Masks are computed on a thread while the model
+runs; llguidance releases the GIL.
 """
 
 from collections import OrderedDict
@@ -16,14 +16,14 @@ from tandem.models.tokenizing.grammars import Matcher, TokenTable, make_matcher
 __all__ = ["GrammarState", "Grammars"]
 
 _MAX_COMPILED = 64
-"""Grammars that are kept: clients repeat theirs."""
+"""Number of compiled grammars that are kept, because clients often repeat theirs."""
 
 
 class GrammarState:
-    """The grammar of one sequence.
+    """The position of one sequence in its grammar.
 
     Args:
-        matcher: owned, at its beginning.
+        matcher: llguidance's matcher, at its start; owned.
     """
 
     def __init__(self, matcher: Matcher) -> None:
@@ -31,10 +31,10 @@ class GrammarState:
         self._num_taken = 0
 
     def compute_mask(self, token_ids: Sequence[int]) -> np.ndarray | None:
-        """Return which token may follow, as bool [vocabulary]; None if the grammar has failed.
+        """Return which tokens may follow, as bool [vocabulary]; None if the grammar has failed.
 
         Args:
-            token_ids: all that the sequence has generated.
+            token_ids: all tokens that the sequence has generated.
         """
         matcher = self._matcher
         if self._num_taken > len(token_ids):
@@ -52,10 +52,10 @@ class GrammarState:
 
 
 class Grammars:
-    """Compiles grammars and computes masks beside the steps.
+    """A thread that compiles grammars and computes masks while steps run.
 
     Args:
-        make_table: loads the vocabulary, at the first grammar; on the thread.
+        make_table: loads the vocabulary; called on that thread for the first grammar.
     """
 
     def __init__(self, make_table: Callable[[], TokenTable]) -> None:
@@ -65,13 +65,15 @@ class Grammars:
         self._worker = ThreadPoolExecutor(1, "grammar")
 
     def compile(self, grammar: str) -> "Future[GrammarState]":
-        """Begin to make the state of a sequence."""
+        """Begin to compile a grammar; the future gives a new state at the grammar's start."""
         return self._worker.submit(self._compile, grammar)
 
     def begin_mask(
         self, state: "Future[GrammarState]", token_ids: Sequence[int]
     ) -> "Future[np.ndarray | None]":
-        """Begin to compute the mask of the token after ``token_ids``."""
+        """Begin to compute the mask of the token after ``token_ids``; see
+        ``GrammarState.compute_mask``.
+        """
         return self._worker.submit(lambda: state.result().compute_mask(token_ids))
 
     def _compile(self, grammar: str) -> GrammarState:

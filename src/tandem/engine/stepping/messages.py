@@ -40,15 +40,17 @@ class Phase(IntEnum):
     """The kind of work that a step does for a sequence."""
 
     PREFILL = 0
-    """Tokens of the prompt, or tokens computed again after a preemption or a hand-over."""
+    """Tokens of the prompt, or output tokens that are computed again after a preemption or on
+    another instance."""
     DECODE = 1
-    """The one token that the last step sampled."""
+    """The one token that was sampled last."""
     VERIFY = 2
-    """The last sampled token and drafts after it; every row of logits is sampled from."""
+    """The token sampled last and draft tokens after it; a token is sampled from every row of
+    logits."""
 
 
 class Logits(IntEnum):
-    """The rows of logits that a step computes for a sequence."""
+    """The positions of a sequence for which a step computes logits."""
 
     NONE = 0
     LAST = 1
@@ -56,22 +58,27 @@ class Logits(IntEnum):
 
 
 class SamplingRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Draws the token after a sequence's last row (after every row in ``Phase.VERIFY``)."""
+    """A request to sample from a sequence's last row of logits, or from every row in
+    ``Phase.VERIFY``.
+    """
 
     position: int
-    """Index of the first drawn token in the output; selects the place in the random stream."""
+    """Index in the output of the first token to be drawn; it selects the draw in the random
+    stream."""
 
 
 class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Makes one vector of a sequence's rows, which are hidden states where ``kind`` says so."""
+    """A request for one vector made of a sequence's rows; ``kind`` says how, and if rows are
+    logits.
+    """
 
     kind: Pooling
     is_end: bool
-    """The step computes the last token."""
+    """True if the step computes the sequence's last token."""
 
 
 class StateCopy(NamedTuple):
-    """Copy the state in a slot to another slot."""
+    """A copy of the state in slot ``source`` to slot ``target``."""
 
     source: int
     target: int
@@ -87,25 +94,27 @@ class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Position of the first of ``token_ids``; the KV of all earlier positions is in the blocks."""
     token_ids: list[int]
     block_table: bytes
-    """Block ids by position // block_size as little-endian int32; covers the last token."""
+    """Ids of the blocks as little-endian int32, by position // block_size, up to the last token."""
     logits: Logits
     sampling: SamplingRow | None = None
     adapter: str = ""
     """Digest of the LoRA adapter that computes the tokens; empty for the model alone."""
     scored_ids: list[int] = []
-    """Tokens of the prompt whose log-probability the first rows give, one a row."""
+    """Prompt tokens whose log-probabilities are wanted: the first rows of logits predict them, in
+    order."""
     num_top: int = 0
-    """Likeliest tokens reported beside each of ``scored_ids``."""
+    """Number of likeliest tokens to report beside each of ``scored_ids``."""
     state_slot: int = NO_SLOT
-    """Holds the state before ``start`` and, after the step, that after the last token. A sequence
-    that starts at 0 begins with zeros, whatever the slot holds."""
+    """Slot with the state before ``start``; after the step, with the state after the last token. If
+    ``start`` is 0, the step begins with zeros and ignores the slot's content."""
     prompt_len: int = NO_OUTPUT
-    """Position from which tokens are output; those may defer experts."""
+    """Position of the first output token. Output tokens may use deferred experts."""
     pooled: PooledRows | None = None
     window_first: int = 0
-    """Position of the first of ``window_blocks``, in blocks."""
+    """Index of the first of ``window_blocks`` in the sequence, counted in blocks."""
     window_blocks: bytes = b""
-    """The same as ``block_table``, of the layers with a window: the blocks that the tokens see."""
+    """Ids of the blocks of the sliding-window layers, packed like ``block_table``, that the tokens
+    attend to."""
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
@@ -115,11 +124,11 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
-    """Ids that end the sequence; masked before ``min_tokens``."""
+    """Ids that end the sequence; none is sampled before ``min_tokens`` tokens are out."""
     prompt_ids: list[int]
-    """The prompt where a repetition penalty counts it, else empty."""
+    """The prompt, if a repetition penalty counts its tokens; otherwise empty."""
     output_ids: list[int]
-    """Tokens generated so far where penalties or a grammar count them, else empty."""
+    """Tokens generated so far, if penalties or a grammar need them; otherwise empty."""
 
 
 class StepInput(msgspec.Struct, frozen=True, array_like=True):
@@ -129,19 +138,21 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True):
     copies: list[BlockCopy] = []
     starts: list[SequenceStart] = []
     ends: list[int] = []
-    """Sequences that have ended since the last step; their sampling state is dropped."""
+    """Ids of sequences that have ended since the last step; the runner drops their sampling
+    state."""
     state_loads: list[StateCopy] = []
-    """Snapshots to slots of sequences, before anything is computed, in this order."""
+    """Copies from snapshots to sequences' slots, made in this order before anything is computed."""
     state_saves: list[StateCopy] = []
-    """Slots of sequences to snapshots, after all is computed, in this order."""
+    """Copies from sequences' slots to snapshots, made in this order after everything is
+    computed."""
     window_copies: list[BlockCopy] = []
-    """The same as ``copies``, of blocks of the layers with a window."""
+    """Copies between blocks of the sliding-window layers, made together with ``copies``."""
     unused_slots: list[int] = []
-    """Slots of states whose content is dropped, before any other is written."""
+    """State slots whose memory is freed, before any other slot is written."""
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """A drawn token; ``BROKEN_ROW`` as id where the logits are no distribution."""
+    """A sampled token; its id is ``BROKEN_ROW`` if the logits are no distribution."""
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -152,30 +163,31 @@ class SequenceResult(msgspec.Struct, array_like=True):
 
     sequence_id: int
     tokens: list[SampledToken] = []
-    """None while the prefill goes on; one for a decode; one or more for a verified draft."""
+    """Sampled tokens: empty while the prefill goes on, one for a decode, one or more after drafts
+    were verified."""
     prompt_logprobs: list[TokenLogprob] = []
-    """Prompt logprobs of ``StepSequence.scored_ids``."""
+    """Log-probabilities of ``StepSequence.scored_ids``."""
     pooled: bytes = b""
-    """The vector of ``StepSequence.pooled``, with its last token."""
+    """The vector that ``StepSequence.pooled`` asks for, given in the step of the last token."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of a step: one entry a sequence, in the order of the ``StepInput``."""
+    """The result of a step: one entry for each sequence, in the order of the ``StepInput``."""
 
     sequences: list[SequenceResult]
 
 
 def pack_block_ids(block_ids: Iterable[int]) -> bytes:
-    """Return block ids as ``StepSequence.block_table`` holds them."""
+    """Return block ids as little-endian int32, the form of ``StepSequence.block_table``."""
     return array("i", block_ids).tobytes()
 
 
 def select_sequences(step: StepInput, sequences: list[StepSequence]) -> StepInput:
-    """Return a step of some of another's sequences, with what belongs to them."""
+    """Return a step that runs only some of another step's sequences, with the copies they need."""
     ids = {sequence.sequence_id for sequence in sequences}
     blocks = {block_id for s in sequences for block_id in array("i", s.block_table)}
-    # Keep only copies into these sequences' blocks: a copy clears the rest of its block, so
-    # repeating one would erase KV that others have computed since.
+    # Keep only copies into these sequences' blocks. A copy clears the rest of its block, so
+    # repeating one would erase KV that other sequences have computed since.
     copies = [copy for copy in step.copies if copy.dst_block_id in blocks]
     starts = [start for start in step.starts if start.sequence_id in ids]
     windows = {block_id for s in sequences for block_id in array("i", s.window_blocks)}

@@ -1,6 +1,6 @@
-"""Vectors of prompts, made of hidden states.
+"""Vectors of prompts (embeddings), made of hidden states.
 
-The mean is a sum of float64 in the order of the tokens, so that it does not depend on how a prompt
+A mean is summed in float64 in the order of the tokens, so that it does not depend on how the prompt
 was cut into chunks.
 """
 
@@ -10,22 +10,23 @@ from numpy.typing import NDArray
 __all__ = ["HiddenSum", "encode_vector"]
 
 _ROWS = 64
-"""Rows that are summed at a time, so that the running sums of a chunk take little memory."""
+"""Number of rows summed at a time, which bounds the memory for running sums."""
 
 
 class HiddenSum:
-    """The sum of the hidden states of a sequence, chunk by chunk.
+    """The sum of a sequence's hidden states, extended chunk by chunk.
 
-    A chunk may come again, as the engine repeats steps that failed and prompts that lost their
-    blocks: it then takes the place of the sums from its first token on.
+    A chunk may be added again, because the engine repeats failed steps and preempted prompts: it
+    then replaces the sums from its first token on.
     """
 
     def __init__(self) -> None:
         self._sums: list[tuple[int, NDArray[np.float64]]] = []
-        """Sums over the tokens before the last chunk, and up to its end; with their number."""
+        """Two pairs of a number of tokens and the sum over them: before the last chunk, and after
+        it."""
 
     def add(self, start: int, rows: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Add the tokens from position ``start`` on; return the mean of all so far.
+        """Add the hidden states from position ``start`` on; return the mean over all tokens so far.
 
         Shapes: rows [T, D]; the result [D].
         """
@@ -44,5 +45,5 @@ class HiddenSum:
 
 
 def encode_vector(vector: NDArray[np.floating]) -> bytes:
-    """Return a vector as messages carry it: float32, little-endian."""
+    """Return a vector as bytes for messages: float32, little-endian."""
     return vector.astype("<f4").tobytes()

@@ -30,9 +30,9 @@ NO_MASKS: Mapping[int, np.ndarray | None] = MappingProxyType({})
 
 
 def mask_row(logits_V: Tensor, allowed: np.ndarray | None) -> None:
-    """Take the tokens that are not allowed out of a row of logits, in place.
+    """Set the logits of tokens that a grammar does not allow to -inf, in place.
 
-    A grammar that has failed leaves no token, which makes the row a broken one.
+    If ``allowed`` is None, because the grammar has failed, no token is left and the row is broken.
     """
     if allowed is None:
         logits_V.fill_(float("-inf"))
@@ -53,13 +53,14 @@ def sample_tokens(
 
     Args:
         logits_RV: float32, CPU, dense rows; not modified.
-        states: one per row.
-        positions: index of the token to choose in its request's output, one per row.
-        masks: by row, the tokens that a grammar allows; None where it has failed. Reported
-            log-probabilities are those without it.
-        pool: shares the rows where they are many.
-    Returns: one result per row, with log-probabilities where the request asked for them;
-        ``BROKEN_ROW`` as token id where the logits are no distribution.
+        states: the requests' sampling states, one per row.
+        positions: index in the request's output of the token to choose, one per row.
+        masks: by row, the tokens that a grammar allows; None where the grammar has failed. Reported
+            log-probabilities do not take them into account.
+        pool: threads that share the rows if there are many.
+
+    Returns: one result per row, with log-probabilities if the request asked for them. The token id
+        is ``BROKEN_ROW`` if the logits are no distribution.
     """
     if not states:
         return []
@@ -98,9 +99,10 @@ def gather_logprobs(
     *,
     pool: ThreadPool | None = None,
 ) -> list[TokenLogprob]:
-    """Return each row's log-probability of its token and of its ``num_top`` likeliest tokens.
+    """Return the log-probabilities of each row's given token and of its ``num_top`` likeliest
+    tokens.
 
-    Of equally likely tokens the lower id comes first. A row without a distribution gets NaN.
+    Of equally likely tokens the lower id comes first. A row without a distribution gives NaN.
     """
     widest = min(max(num_top, default=0), logits_RV.shape[1])
     view = view_tensor(logits_RV)
@@ -113,7 +115,7 @@ def gather_logprobs(
 
 
 def _find_rule(state: SamplerState) -> SamplingRule:
-    """Return the request's native rule, made of its parameters once."""
+    """Return the native sampling rule of a request, which is built at the first call."""
     if isinstance(state.rule, SamplingRule):
         return state.rule
     params = state.params

@@ -1,7 +1,7 @@
-"""A request's state of sampling, and its random stream; neither torch nor the extension.
+"""The sampling state of a request and its random stream; imports neither torch nor the extension.
 
-The draw of a request is a function of its seed and of the position alone, so the same seed gives
-the same tokens after a preemption, on another instance, and in a replay.
+A random draw is a function of the request's seed and the position alone, so the same seed gives the
+same tokens after a preemption, on another instance, and in a replay.
 """
 
 import hashlib
@@ -20,34 +20,37 @@ with an error."""
 
 
 class TokenRule(Protocol):
-    """A request's parameters as the sampler applies them; it counts the request's tokens."""
+    """A request's parameters in the form that the sampler applies, with counts of the request's
+    tokens.
+    """
 
     def note_token(self, token_id: int) -> None:
-        """Count a chosen token."""
+        """Count a chosen token, for penalties."""
         ...
 
 
 @dataclass(slots=True)
 class SamplerState:
-    """The state of sampling of one request.
+    """The sampling state of one request.
 
-    ``seed`` is concrete: a request without one gets a fresh seed when it is admitted.
+    ``seed`` is always a number: a request without a seed gets one when it is admitted.
     """
 
     params: SamplingParams
     seed: int
     stop_ids: frozenset[int] = frozenset()
-    """Ids that end the request once ``min_tokens`` are out: the model's own, unless the request
-    ignores them, and the request's."""
+    """Ids that end the request once ``min_tokens`` tokens are out: those of the request and, unless
+    it ignores them, of the model."""
     prompt_ids: Sequence[int] = ()
     output_ids: list[int] = field(default_factory=list[int])
-    """Tokens noted, where penalties or a grammar need them."""
+    """Tokens generated so far; kept only if penalties or a grammar need them."""
     rule: TokenRule | None = None
-    """Made by the sampler at the first step, of all that stands here, and kept up to date since."""
+    """Native form of this state; the sampler builds it at the first step and updates it
+    afterwards."""
 
     @classmethod
     def create(cls, start: SequenceStart) -> "SamplerState":
-        """Make the state of a sequence that begins to sample here."""
+        """Make the sampling state of a sequence that gets its first sample on this runner."""
         return cls(
             start.params,
             start.seed,
@@ -57,7 +60,7 @@ class SamplerState:
         )
 
     def note_token(self, token_id: int) -> None:
-        """Count a generated token; penalties and grammars alone need it."""
+        """Record a generated token, if penalties or a grammar need it."""
         if self.params.has_penalties or self.params.grammar:
             self.output_ids.append(token_id)
         if self.params.has_penalties and self.rule is not None:
@@ -65,10 +68,11 @@ class SamplerState:
 
 
 def draw_uniform(seed: int, position: int) -> float:
-    """Return the draw in [0, 1) of ``seed`` at ``position``, the index of the output token.
+    """Return the random number in [0, 1) for ``seed`` and ``position``, the index of the output
+    token.
 
-    A keyed hash instead of a generator object: there is no state to carry over a preemption, a
-    retry on another instance, or a replay.
+    It is a keyed hash and not a generator, so there is no state to carry over a preemption, a retry
+    on another instance, or a replay.
     """
     message = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
     digest = hashlib.blake2b(message, digest_size=8, person=b"tandem-sample").digest()

@@ -38,24 +38,26 @@ from tandem.models.own.model import OwnModel
 __all__ = ["TorchRunner"]
 
 Mask = Future[np.ndarray | None]
-"""Becomes the tokens that a grammar allows, or None if it has failed."""
+"""Future of the mask of a grammar's allowed tokens; its result is None if the grammar has
+failed."""
 WANTED_ROWS = {Logits.NONE: "none", Logits.LAST: "last", Logits.ALL: "all"}
 
 
 class TorchRunner:
-    """Runs a ``CausalModel`` on its device.
+    """A runner that executes a ``CausalModel`` on its device.
 
     Args:
-        model: not owned; not called from elsewhere meanwhile.
-        kv_cache: of the scheduler's blocks; owned.
-        threads: that torch computes with.
-        states: of the scheduler's slots; owned. None: the model has no state.
-        grammars: of requests that have one; owned. None: there are none.
-        experts: counts what tokens choose; None: nothing is counted.
-        mirror: host memory beside the cache's, whose new blocks a step copies to the device; None:
-            lower tiers write the cache's own memory.
-        is_overlapped: steps run on a thread of their own, from ``begin`` on; otherwise on the
-            thread that calls ``finish``.
+        model: not owned; nothing else may call it meanwhile.
+        kv_cache: memory of the scheduler's blocks; owned.
+        threads: number of threads that torch computes with.
+        states: memory of the scheduler's state slots; owned. None: the model has no state.
+        grammars: compiles requests' grammars; owned. None: no request has one.
+        experts: counts the experts that tokens choose; None: nothing is counted.
+        mirror: host memory that lower tiers load into, if the KV cache is a device's; each step
+            first copies new blocks from it to the device. None: lower tiers write the KV cache
+            itself.
+        is_overlapped: if True, steps run on a thread of their own, from ``begin`` on; otherwise on
+            the thread that calls ``finish``.
     """
 
     def __init__(
@@ -78,11 +80,11 @@ class TorchRunner:
         self._experts = experts
         self._mirror = mirror
         self._states: dict[int, Future[GrammarState]] = {}
-        """By sequence id, of those with a grammar."""
+        """Grammar states by sequence id, of sequences that have a grammar."""
         self._samplers: dict[int, SamplerState] = {}
-        """By sequence id, from its ``SequenceStart`` on."""
+        """Sampling states by sequence id, from the sequence's ``SequenceStart`` on."""
         self._sums: dict[int, HiddenSum] = {}
-        """By sequence id, of those whose mean is wanted."""
+        """Sums of hidden states by sequence id, of sequences whose mean is wanted."""
         self._worker = ThreadPoolExecutor(1, "step") if is_overlapped else None
 
     def begin(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepHandle:
@@ -152,7 +154,9 @@ class TorchRunner:
     def _take_pooled(
         self, step: StepInput, hidden_RD: Tensor
     ) -> tuple[Tensor, dict[int, NDArray[np.floating]]]:
-        """Return the hidden states whose logits are wanted, and the vectors of the others."""
+        """Split the hidden states: return the rows whose logits are wanted, and the pooled
+        vectors.
+        """
         if all(sequence.pooled is None for sequence in step.sequences):
             return hidden_RD, {}
         vectors: dict[int, NDArray[np.floating]] = {}
@@ -179,7 +183,9 @@ class TorchRunner:
             self._state_cache.copy(copy.source, copy.target)
 
     def _begin_masks(self, step: StepInput) -> dict[int, Mask]:
-        """Begin to compute the masks of the tokens that the step will draw, by sequence id."""
+        """Begin to compute the grammar masks of the tokens that the step will draw, by sequence
+        id.
+        """
         masks: dict[int, Mask] = {}
         for sequence in step.sequences:
             state = self._states.get(sequence.sequence_id)
@@ -194,7 +200,7 @@ class TorchRunner:
     def _read_logits(
         self, step: StepInput, logits_RV: Tensor, masks: Mapping[int, Mask]
     ) -> StepResult:
-        """Score and sample the rows of each sequence."""
+        """Return log-probabilities of prompt tokens and sampled tokens of each sequence."""
         pool = self._model.context.pool
         results: list[SequenceResult] = []
         drawing: list[tuple[SequenceResult, SamplerState, int]] = []
@@ -237,9 +243,10 @@ class TorchRunner:
     def _verify(
         self, sequence: StepSequence, sampler: SamplerState, position: int, rows_RV: Tensor
     ) -> list[SampledToken]:
-        """Draw from row after row for as long as the draft of the next row was the token drawn.
+        """Sample row by row, as long as the token drawn equals the draft token that the next row
+        follows.
 
-        The tokens are those of a decode without drafts, as a draw depends on seed and position
+        The tokens are those of a decode without drafts, because a draw depends on seed and position
         alone.
         """
         pool, state = self._model.context.pool, self._states.get(sequence.sequence_id)
@@ -280,7 +287,7 @@ def _make_chunk(sequence: StepSequence) -> SequenceChunk:
 
 
 def _count_rows(sequence: StepSequence) -> int:
-    """Return the rows that a sequence wants of the model."""
+    """Return how many positions of a sequence the model returns hidden states for."""
     match sequence.logits:
         case Logits.NONE:
             return 0
@@ -291,7 +298,10 @@ def _count_rows(sequence: StepSequence) -> int:
 
 
 def _count_logits(sequence: StepSequence) -> int:
-    """Return those of them that go through the head; of the others, hidden states are wanted."""
+    """Return for how many positions of a sequence the model must compute logits.
+
+    Zero if its hidden states are pooled instead.
+    """
     is_hidden = sequence.pooled is not None and sequence.pooled.kind is not Pooling.SCORE
     return 0 if is_hidden else _count_rows(sequence)
 

@@ -1,5 +1,6 @@
-"""Tiers of KV below the device: storing and loading blocks, and the planner that decides.
+"""Tiers of KV below the device: blocks are stored in them and loaded from them, as a planner
+decides.
 
-L1 is the engine's own blocks; L3 is the store (``tandem.store``). L2, pinned host memory, has its
-place between them where the device is a GPU.
+L1 is the engine's own blocks, L3 is the store (``tandem.store``). If the device is a GPU, pinned
+host memory between them is L2.
 """

@@ -9,8 +9,8 @@ __all__ = ["TierConfig"]
 
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of KV that goes to the store and comes back. Without a store nothing here
-    applies.
+    """Settings of KV that is stored in and loaded from the store; without effect if there is no
+    store.
     """
 
     write: Annotated[

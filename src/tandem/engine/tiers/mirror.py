@@ -1,8 +1,8 @@
-"""The host's copies of a device's KV and states, between a lower tier and the runner of steps.
+"""Host memory that mirrors a device's KV and states, because lower tiers access host memory only.
 
-A lower tier moves bytes of host memory. ``MirroredTransfers`` copies what steps have filled there
-before the tier sees it, and notes what the tier has loaded; the next step copies that to the
-device, layer by layer behind its own computation.
+``MirroredTransfers`` copies blocks that steps have filled to the host before the tier sees them.
+Blocks that the tier has loaded into host memory are copied to the device by the next step, layer by
+layer beside its computation.
 """
 
 import threading
@@ -22,14 +22,14 @@ __all__ = ["KvMirror", "MirroredSink", "MirroredTransfers"]
 
 
 class KvMirror:
-    """Host memory of an engine's blocks, window blocks and states, whose own memory a device has.
+    """Host copies of an engine's blocks, window blocks and states, which live in a device's memory.
 
     Threads: ``note_loaded`` on any; ``begin`` on the thread that runs steps; ``save`` on the one
     that plans them.
 
     Args:
-        cache: the blocks.
-        states: the states; None: the model has none.
+        cache: the blocks on the device.
+        states: the states on the device; None: the model has none.
     """
 
     def __init__(self, cache: PagedKvCache, states: StateCache | None) -> None:
@@ -42,13 +42,14 @@ class KvMirror:
             self.states = HostMirror(states.device, states.tensor, whole)
         self._lock = threading.Lock()
         self._loaded: set[int] = set()
-        """Blocks, window blocks and states that only the host has, as numbers of transfers."""
+        """Ids, as transfers use them, of blocks, window blocks and states that are on the host
+        only."""
 
     def save(self, numbers: Iterable[int]) -> None:
-        """Copy what steps have filled to the host.
+        """Copy blocks, window blocks and states from the device to the host.
 
         Args:
-            numbers: as of ``KeyedBlock.block_id``.
+            numbers: their ids, as in ``KeyedBlock.block_id``.
         """
         blocks, windows, states = _sort_out(numbers)
         self.blocks.save(blocks)
@@ -58,18 +59,21 @@ class KvMirror:
             self.states.save(states)
 
     def note_loaded(self, numbers: Iterable[int]) -> None:
-        """Note what has come to the host's memory, for the next step to copy."""
+        """Record that blocks were loaded into host memory, so that the next step copies them to the
+        device.
+        """
         with self._lock:
             self._loaded.update(numbers)
 
     def begin(self, step: StepInput) -> KvArrivals | None:
-        """Begin to copy what has come to the device; return what the step waits for.
+        """Begin to copy loaded blocks to the device; return the copies that the step must wait for.
 
-        States are waited for here, as the step begins by copying them.
+        Returns None if there are none. Copies of states have ended on return, because the step
+        begins by copying states.
         """
         for mirror in (self.blocks, self.windows, self.states):
             if mirror is not None:
-                # A step that failed may have left copies behind that it did not wait for.
+                # A failed step may have left copies that it did not wait for.
                 mirror.finish_loads()
         with self._lock:
             loaded, self._loaded = self._loaded, set()
@@ -83,7 +87,7 @@ class KvMirror:
             events.append(self.windows.load(windows))
         loads = KvArrivals(self._device, events)
         if step.copies or step.window_copies:
-            # They read and write whole blocks before the first layer.
+            # The step's own copies read and write whole blocks before its first layer.
             loads.wait_all()
         return loads
 
@@ -95,7 +99,7 @@ def _mirror_blocks(cache: PagedKvCache) -> HostMirror:
 
 
 def _sort_out(numbers: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
-    """Return blocks, window blocks and slots of states, each ascending."""
+    """Split ids by kind; return block ids, window block ids and state slots, each ascending."""
     blocks, windows, states = list[int](), list[int](), list[int]()
     for number in sorted(numbers):
         slot, window = find_state_slot(number), find_window_block(number)
@@ -109,11 +113,11 @@ def _sort_out(numbers: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
 
 
 class MirroredTransfers:
-    """A ``BlockTransfers`` whose tier sees the host's copies.
+    """A ``BlockTransfers`` for a device: it copies blocks to the host, where a tier reads them.
 
     Args:
-        tier: moves the host's memory.
-        mirror: copies to the host and from it.
+        tier: stores and loads the host's copies.
+        mirror: the host's copies.
     """
 
     def __init__(self, tier: BlockTransfers, mirror: KvMirror) -> None:
@@ -121,24 +125,24 @@ class MirroredTransfers:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of sources that the tier reads."""
+        """The kinds of ``KvSource`` that the tier can load from."""
         return self._tier.sources
 
     def begin(self, plan: StepPlan) -> None:
-        """Copy what was filled to the host, and pass the plan on.
+        """Copy the blocks that were filled to the host, and pass the plan to the tier.
 
-        Evicted blocks are there already, as they were filled or loaded before.
+        Evicted blocks are on the host already: they were copied when they were filled or loaded.
         """
         self._mirror.save([block.block_id for block in plan.filled])
         self._tier.begin(plan)
 
 
 class MirroredSink:
-    """A ``LoadSink`` that notes what the next step copies to the device.
+    """A ``LoadSink`` that records loaded blocks for the copy to the device, and informs the engine.
 
     Args:
-        engine: hears of it too.
-        mirror: of its blocks.
+        engine: the sink to which every call is passed on.
+        mirror: the host's copies of its blocks.
     """
 
     def __init__(self, engine: LoadSink, mirror: KvMirror) -> None:
@@ -146,6 +150,9 @@ class MirroredSink:
         self.load_failed, self.is_unchanged = engine.load_failed, engine.is_unchanged
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Note blocks before the engine may plan a step that reads them."""
+        """Record loaded blocks for the copy, then inform the engine.
+
+        The order matters: the engine may plan a step that reads them at once.
+        """
         self._mirror.note_loaded(block_ids)
         self._engine.load_done(request, block_ids)

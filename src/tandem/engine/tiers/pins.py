@@ -1,4 +1,6 @@
-"""The blocks that clients ask to be kept: how many each may name, and until when. Pure."""
+"""Pins: blocks that clients ask the store to keep for a time, with a limit for each client.
+Pure.
+"""
 
 from collections.abc import Sequence
 
@@ -9,10 +11,10 @@ _SWEEP_S = 10.0
 
 
 class PinLedger:
-    """Pins of blocks, by client and key.
+    """Pinned blocks by client and key, each with the time at which its pin ends.
 
     Args:
-        max_blocks: of one client at a time; 0: nobody pins anything.
+        max_blocks: largest number of pinned blocks of one client; 0: pinning is off.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -21,14 +23,14 @@ class PinLedger:
         self._swept_s = 0.0
 
     def take(self, client: str, keys: Sequence[bytes], pin_s: float, now_s: float) -> list[bytes]:
-        """Pin a chain of blocks for a time; return the leading keys for which the client has
-        room.
+        """Pin a chain of blocks for a time; return the leading keys that are within the client's
+        limit.
 
         Args:
-            client: who asks.
-            keys: of the blocks, from the first of the prefix on.
-            pin_s: from now on; a longer pin of before stays.
-            now_s: the time.
+            client: name of the client that asks.
+            keys: keys of the blocks, from the start of the prefix on.
+            pin_s: seconds from now; an earlier pin that ends later is kept.
+            now_s: monotonic seconds.
         """
         self._sweep(now_s)
         pins = self._clients.get(client, {})
@@ -43,7 +45,9 @@ class PinLedger:
         return pinned
 
     def find_left(self, key: bytes, now_s: float) -> float:
-        """Return the seconds for which a block is pinned yet; 0 if it is not."""
+        """Return the seconds for which a block is still pinned by any client; 0 if it is not
+        pinned.
+        """
         ends = (pins.get(key, 0.0) for pins in self._clients.values())
         return max(max(ends, default=0.0) - now_s, 0.0)
 

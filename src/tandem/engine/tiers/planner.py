@@ -1,10 +1,10 @@
-"""Load or compute: the decision about blocks that a lower tier holds.
+"""The decision whether blocks that a lower tier has are loaded or computed.
 
-The inequality of the Mooncake paper (FAST'25, equation 2), with rates that are measured here
-instead of peak figures: loading n blocks takes ``latency + n * block_bytes / bandwidth``, computing
-them ``n * block_size / prefill_rate``. The prefill rate is of whole
-prefills, so it is too high for the far end of a long context, where attention costs more: there
-fewer blocks are loaded than would pay off, never more.
+It applies the inequality of the Mooncake paper (FAST'25, equation 2), with measured rates instead
+of peak figures: loading n blocks takes ``latency + n * block_bytes / bandwidth``, computing them
+``n * block_size / prefill_rate``. The prefill rate is an average over whole prefills. It is too
+high for the far end of a long context, where attention costs more; there fewer blocks are loaded
+than would pay off, never more.
 
 Pure: time and measurements are arguments.
 """
@@ -18,18 +18,19 @@ from tandem.engine.tiers.config import TierConfig
 __all__ = ["CostTierPlanner", "RateEstimate"]
 
 DECAY = 0.2
-"""Share of the earlier measurements that each new one replaces."""
+"""Weight of a new measurement; earlier ones keep 1 - ``DECAY`` of theirs."""
 COLD_WAIT_S = 1.0
 """Seconds that a request waits for a load while one of the rates is unknown."""
 MIN_PREFILL_TOKENS = 32
-"""Steps with fewer prefilled tokens say little of the rate: their fixed cost dominates."""
+"""Smallest number of prefilled tokens in a step that is measured; in smaller steps the fixed cost
+dominates."""
 
 
 class RateEstimate:
-    """Units per second over the recent past; None until something was measured.
+    """A rate in units per second over the recent past; None until something was measured.
 
-    A quotient of two decaying sums, so a long measurement counts for more than a short one, whose
-    fixed cost dominates.
+    It is the quotient of two decaying sums, so a long measurement counts for more than a short one,
+    in which fixed costs dominate.
     """
 
     def __init__(self) -> None:
@@ -38,11 +39,11 @@ class RateEstimate:
 
     @property
     def per_s(self) -> float | None:
-        """The rate."""
+        """Units per second; None until something was measured."""
         return self._amount / self._seconds if self._seconds > 0 else None
 
     def note(self, amount: float, seconds: float) -> None:
-        """Add one measurement; one without an amount or time is ignored."""
+        """Add one measurement; it is ignored if amount or time is zero."""
         if amount <= 0 or seconds <= 0:
             return
         self._amount = self._amount * (1 - DECAY) + amount
@@ -50,12 +51,13 @@ class RateEstimate:
 
 
 class CostTierPlanner:
-    """Chooses loads by cost; the ``TierPlanner`` of an engine with a store.
+    """The ``TierPlanner`` of an engine with a store: it loads blocks if that is predicted to be
+    faster.
 
     Args:
-        config: policies and bounds.
+        config: policy and limits.
         block_size: tokens per block.
-        block_bytes: of one block in all layers.
+        block_bytes: bytes of one block in all layers.
     """
 
     def __init__(self, config: TierConfig, *, block_size: int, block_bytes: int) -> None:
@@ -68,7 +70,7 @@ class CostTierPlanner:
         """Tokens per second of prefills."""
 
     def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Update the prefill rate with a step's duration; decodes count as a share of its
+        """Update the prefill rate with a step's duration, of which decodes take their share of the
         tokens.
         """
         if num_prefill_tokens >= MIN_PREFILL_TOKENS:
@@ -79,7 +81,9 @@ class CostTierPlanner:
         self.load_rate.note(size_bytes, seconds)
 
     def read_load_speed(self) -> float:
-        """Return the tokens a second whose KV is loaded; 0 while unknown. Any thread."""
+        """Return how many tokens' KV is loaded per second; 0 while unknown. Callable from any
+        thread.
+        """
         rate = self.load_rate.per_s
         return 0.0 if rate is None else rate / self._block_bytes * self._block_size
 
@@ -96,9 +100,7 @@ class CostTierPlanner:
     def choose_load(
         self, request: Request, keys: Sequence[bytes], num_matched: int, now_s: float
     ) -> LoadDecision:
-        """Choose the number of blocks to load, by comparing predicted times to load and to
-        compute.
-        """
+        """Choose how many blocks to load, by the predicted times to load and to compute them."""
         del now_s
         num_held = min(request.num_stored_blocks - num_matched, len(keys))
         if num_held <= 0 or self._config.decision == "compute":

@@ -1,7 +1,8 @@
-"""The store tier of an instance: a thread with the store's client, found again when it is lost.
+"""The store tier of an instance: a thread with the store's client, which reconnects when it is
+lost.
 
-The engine and the control channel see one object from the start. While no store can be reached,
-lookups find nothing and blocks are not stored; requests are computed as without a store.
+The engine and the control channel use one object from the start. While no store can be reached,
+lookups find nothing, blocks are not stored, and requests are computed as without a store.
 """
 
 import asyncio
@@ -44,18 +45,19 @@ T = TypeVar("T")
 
 
 class TierService:
-    """Owns the tier's thread; a ``BlockTransfers`` and what arriving requests ask.
+    """The store tier with its thread: a ``BlockTransfers``, and the lookups of arriving requests.
 
     Args:
-        store: where the store is. Its deadline is replaced by that of the tier.
-        rpc: the control channel's settings.
-        config: policies and bounds of the tier.
-        memory: of the engine's blocks.
+        store: address and settings of the store; its deadline is replaced by the tier's.
+        rpc: settings of the control channel.
+        config: policy and limits of the tier.
+        memory: memory of the engine's blocks.
         identity: digest of the ``KvIdentity``.
-        clock: measures rates.
-        on_load: told the bytes and seconds of each read that succeeded; on the tier's thread.
+        clock: used to measure rates.
+        on_load: called with bytes and seconds of each successful read, on the tier's thread.
         states: memory of the engine's states; None: the model has none.
-        windows: memory of the blocks of layers with a window; None: these have none of their own.
+        windows: memory of the window blocks; None: sliding-window layers have no blocks of their
+            own.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class TierService:
         self._clock = clock
         self._on_load = on_load
         self.counters = Statistics()
-        """Counters since start, over all stores that were reached."""
+        """Counters since the start, over all connections to stores."""
         self._tier: StoreTier | None = None
         self._sink: LoadSink | None = None
         self._stopping = asyncio.Event()
@@ -90,11 +92,11 @@ class TierService:
         self._tried = threading.Event()
         self._service: ClientService | None = None
         self._failure = ""
-        """Reason of the last failed attempt; empty before the first."""
+        """Reason of the last failed attempt to connect; empty if none has failed."""
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of sources that this tier serves: the store."""
+        """The kinds of ``KvSource`` that this tier can load from: the store."""
         return SOURCES
 
     @property
@@ -104,16 +106,19 @@ class TierService:
 
     @property
     def state(self) -> str:
-        """``connected``, ``connecting``, or ``unreachable`` with the reason. Any thread."""
+        """``connected``, ``connecting``, or ``unreachable`` with the reason. Readable from any
+        thread.
+        """
         service = self._service
         if self._tier is not None and service is not None:
             return "connected" if service.leader else "unreachable: the master is lost"
         return f"unreachable: {self._failure}" if self._failure else "connecting"
 
     def start(self, sink: LoadSink, *, timeout_s: float) -> None:
-        """Start the thread and wait for the first attempt to reach the store.
+        """Start the thread and wait for the first attempt to reach the store, at most
+        ``timeout_s``.
 
-        A store that is not there is looked for again and again; serving does not wait for it.
+        If it fails, the thread tries again every ``RETRY_S``; serving does not wait for it.
         """
         self._sink = sink
         self._thread = LoopThread("kv-tier", PollingLoop)
@@ -121,7 +126,7 @@ class TierService:
         self._tried.wait(timeout_s)
 
     def stop(self) -> None:
-        """End the thread; blocks that wait to be stored are lost."""
+        """End the thread; blocks still queued to be stored are lost."""
         if self._thread is None or self._serving is None:
             return
         with contextlib.suppress(RuntimeError):  # The event loop is closed.
@@ -139,14 +144,19 @@ class TierService:
         assert not plan.loads, "a load without a store"
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
-        """Return how many leading blocks the store holds; None without a store. Any event loop."""
+        """Return how many leading blocks of a chain the store has; None if no store is connected.
+
+        May be awaited on any event loop.
+        """
         tier = self._tier
         if tier is None:
             return None
         return await self._call(tier.count_stored(keys))
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """Ask the store to evict blocks late; do nothing without a store. Any thread."""
+        """Ask the store to evict these blocks later than others; do nothing without a store. Any
+        thread.
+        """
         tier, thread = self._tier, self._thread
         if tier is None or thread is None or not keys:
             return
@@ -154,9 +164,10 @@ class TierService:
             thread.loop.call_soon_threadsafe(tier.pin, client, keys, pin_s)
 
     async def flush(self) -> int:
-        """Remove this identity's blocks from the store; return how many. From any event loop.
+        """Remove all blocks with this identity from the store; return their number. On any event
+        loop.
 
-        Raises: TandemError (the store cannot be reached: its blocks are still there).
+        Raises: TandemError (the store cannot be reached, so the blocks are still there).
         """
         tier = self._tier
         if tier is None:

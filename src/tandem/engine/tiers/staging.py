@@ -1,7 +1,8 @@
-"""Memory in which blocks wait to be stored, so that the device's blocks need not.
+"""A staging buffer: blocks are copied to it before they are stored, so that their originals are
+free.
 
-A fixed number of slots of one block each, in one buffer that the store's client has registered.
-Slots are taken and given back by any thread.
+It has a fixed number of slots of one block each, in memory that the store's client has registered.
+Slots may be taken and given back by any thread.
 """
 
 import threading
@@ -13,11 +14,11 @@ __all__ = ["StagingSlots"]
 
 
 class StagingSlots:
-    """A free list of staging slots.
+    """The free list of staging slots.
 
     Args:
-        num_slots: blocks that fit.
-        block_bytes: of one.
+        num_slots: number of blocks that fit.
+        block_bytes: bytes of one block.
     """
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
@@ -28,11 +29,11 @@ class StagingSlots:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be taken."""
+        """Number of slots that can be taken now."""
         return len(self._free)
 
     def take(self) -> int | None:
-        """Return a free slot, now the caller's; None if there is none."""
+        """Take a free slot and return its number; None if there is none."""
         with self._lock:
             return self._free.pop() if self._free else None
 
@@ -42,5 +43,5 @@ class StagingSlots:
             self._free.append(slot)
 
     def view(self, slot: int) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a slot."""
+        """Return the memory of a slot, not a copy."""
         return self.memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]

@@ -1,21 +1,21 @@
-"""L3: full blocks of KV, their window blocks, and states at their ends, as objects of the store.
+"""L3: full KV blocks, their window blocks, and states at their ends, as objects of the store.
 
-A block is one object: its key is that of the prefix chain, which the ``KvIdentity`` and the salt
-begin, so a block that may not be shared is not found. What layers with a window hold of the same
-tokens is an object of its own under the same key; a prefix counts where the last window is found
-too. A kept state is one more, under the key of the block that it follows; it is stored after the
-blocks before it, and counts where all of them are found. Data flows so:
+Each block is one object. Its key is the block's key in the prefix chain, which begins with the
+``KvIdentity`` and the salt, so no request finds a block that it may not share. The KV of the same
+tokens in sliding-window layers is a second object under the same key; a stored prefix is usable
+only if its last window is stored too. A state is a third object, under the key of the block that it
+follows; it is stored after the blocks before it and usable only with all of them.
 
 - Write: the engine's thread reports blocks that became full or are being evicted. A full block is
-  copied to a staging slot beside the steps, and stored only if it still was that block after the
-  copy; an evicted one is copied before the step goes on, because its memory is reused then.
+  copied to a staging slot beside the steps, and stored only if the block was not reused before the
+  copy ended. An evicted block is copied before the step goes on, because its memory is reused then.
 - Read: one transfer from the store's memory into the engine's block, verified by the store's
-  checksum before the engine hears of it.
+  checksum before the engine is told.
 
-Every failure is counted and becomes a recompute or a block that is not stored. Nothing here raises
-into the engine.
+Every failure is counted, and the block is computed again or not stored. Nothing here raises into
+the engine.
 
-Threads: everything runs on one event loop, but for ``begin``, which the engine's thread calls.
+Threads: everything runs on one event loop, except ``begin``, which the engine's thread calls.
 """
 
 import asyncio
@@ -51,30 +51,30 @@ __all__ = ["SOURCES", "BlockMemory", "StateMemory", "StoreTier", "WindowMemory",
 logger = logging.getLogger(__name__)
 
 SOURCES: frozenset[type[KvSource]] = frozenset({TierKv})
-"""The kinds of sources that it reads."""
+"""The kinds of ``KvSource`` that this tier can load from."""
 
 STAGED_STATES = 2
-"""Number of states that may wait to be stored, each in a staging slot as large as a state."""
+"""Number of states that can wait to be stored, each in a staging slot of the size of a state."""
 STORE_BATCH = 16
-"""Blocks stored by one call: enough to hide its round trips."""
+"""Number of blocks stored by one call: enough to hide its round trips."""
 LOAD_BATCH = 16
-"""Blocks read by one call. A load without a waiting request stops after the current one."""
+"""Number of blocks read by one call. A load that was dropped stops after the current call."""
 PROBE_BLOCKS = 4
-"""Blocks written and read back at the start, as a test and for a first estimate of the rate."""
+"""Number of blocks written and read back at the start, as a test and to estimate the load rate."""
 
 
 Group = Literal["", "window", "state"]
-"""Kind of the content of an object: full KV blocks, window blocks, or states."""
+"""Kind of an object: a full KV block (empty), a window block, or a state."""
 
 
 def make_object_key(identity: str, key: bytes, group: Group = "") -> str:
-    """Return the store's key of a block, of its window block, or of the state behind it.
+    """Return the store's key of a block, of its window block, or of the state at its end.
 
     Args:
-        identity: digest of the ``KvIdentity``; one prefix for each, so that all its blocks can be
-            removed together.
-        key: of the block's prefix chain, salt included.
-        group: whose part of it.
+        identity: digest of the ``KvIdentity``; it is the prefix of the object's key, so that all
+            blocks with that identity can be removed together.
+        key: key of the block in its prefix chain, salt included.
+        group: kind of the object.
     """
     return f"kv/{identity}/{group}{'/' if group else ''}{key.hex()}"
 
@@ -83,38 +83,38 @@ class BlockMemory(NamedTuple):
     """The memory of the engine's blocks."""
 
     memory: npt.NDArray[np.uint8]
-    """All blocks, one after the other."""
+    """Bytes of all blocks, one after the other."""
     block_bytes: int
     block_size: int
-    """Tokens of a block."""
+    """Number of tokens of a block."""
 
 
 class StateMemory(NamedTuple):
     """The memory of the engine's states."""
 
     memory: npt.NDArray[np.uint8]
-    """All slots, one after the other."""
+    """Bytes of all state slots, one after the other."""
     state_bytes: int
 
 
 class WindowMemory(NamedTuple):
-    """The memory of the engine's blocks of layers with a window."""
+    """The memory of the engine's window blocks."""
 
     memory: npt.NDArray[np.uint8]
-    """All of them, one after the other."""
+    """Bytes of all window blocks, one after the other."""
     block_bytes: int
     num_seen: int
-    """Number of blocks before a block's end that the next token sees."""
+    """Number of preceding blocks that the first token of a block attends to."""
 
 
 class _Area:
-    """Memory of blocks or of states, with what waits to be stored of it.
+    """Memory of blocks or of states, and a staging buffer for those that are to be stored.
 
     Args:
-        client: which the memory is registered with.
-        memory: of all items, one after the other.
-        item_bytes: of one.
-        num_staged: items that may wait.
+        client: store client with which the memory is registered.
+        memory: bytes of all items, one after the other.
+        item_bytes: bytes of one item.
+        num_staged: number of staging slots.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class _Area:
         self._staging_buffer: StoreBuffer = client.register(self.staging.memory)
 
     def copy_aside(self, index: int) -> int | None:
-        """Copy an item to a staging slot; None if none is free."""
+        """Copy an item to a staging slot and return the slot; None if no slot is free."""
         slot = self.staging.take()
         if slot is not None:
             size = self.item_bytes
@@ -140,11 +140,11 @@ class _Area:
         return slot
 
     def part(self, index: int) -> Part:
-        """Return the memory of an item."""
+        """Return the memory range of an item, for the store's client."""
         return Part(self._buffer, index * self.item_bytes, self.item_bytes)
 
     def staged_part(self, slot: int) -> Part:
-        """Return the memory of a staging slot."""
+        """Return the memory range of a staging slot, for the store's client."""
         return Part(self._staging_buffer, slot * self.item_bytes, self.item_bytes)
 
     def close(self) -> None:
@@ -160,19 +160,20 @@ class _Staged(NamedTuple):
 
 
 class StoreTier:
-    """Moves blocks between an engine and the store; a ``BlockTransfers``.
+    """The transfer of blocks between an engine and the store; a ``BlockTransfers``.
 
     Args:
-        client: of the store; used on ``loop`` alone. Borrowed.
-        memory: of the engine's blocks; outlives the tier.
+        client: client of the store, used on ``loop`` alone; not owned.
+        memory: memory of the engine's blocks; it must outlive the tier.
         identity: digest of the ``KvIdentity``.
-        config: policies and bounds.
-        clock: measures rates.
-        on_load: told the bytes and seconds of each read that succeeded.
-        states: of the engine; None: the model has none.
-        windows: of the engine; None: layers with a window have no blocks of their own.
-        counters: to be added to; own ones if it is None.
-        loop: where the client lives; the caller's own if it is None.
+        config: policy and limits.
+        clock: used to measure rates.
+        on_load: called with bytes and seconds of each successful read.
+        states: memory of the engine's states; None: the model has none.
+        windows: memory of the window blocks; None: sliding-window layers have no blocks of their
+            own.
+        counters: statistics to add to; None: new ones.
+        loop: event loop of the client; None: the caller's.
     """
 
     def __init__(
@@ -213,26 +214,26 @@ class StoreTier:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pins = PinLedger(int(config.pin_gib * 2**30) // memory.block_bytes)
         self._loading: set[tuple[str, int]] = set()
-        """Loads that were not reported yet, as (request id, block id)."""
+        """Loads whose end was not reported yet, as (request id, block id)."""
         self._dropped: set[tuple[str, int]] = set()
-        """Unreported loads without a waiting request."""
+        """Loads in ``_loading`` that no request waits for any more."""
         self._is_closing = False
         self._generation = 0
-        """Counts flushes: blocks staged before one are not stored after it."""
+        """Number of flushes; a block staged before a flush is not stored after it."""
 
     def attach(self, sink: LoadSink) -> None:
-        """Set the receiver of loads' results; before the first ``begin``."""
+        """Set the receiver of loads' results; call it before the first ``begin``."""
         self._sink = sink
 
     # ---------------------------------------------------------------- asked by an arriving request
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
-        """Return how many leading blocks of a chain the store holds; None if it does not answer.
+        """Return how many leading blocks of a chain the store has; None if it does not answer.
 
-        With states, blocks are counted up to the last one behind which there is a state; with
-        windows, up to the last one before which the window is there, as far as it is of these
-        blocks: the device has what comes before. The answer may be out of date before the blocks
-        are read.
+        For a model with states, counts up to the last block that has a state stored at its end. For
+        a model with windows, counts up to the last block whose window is stored, as far as the
+        window lies in these blocks; the device has the rest. The answer may be out of date when the
+        blocks are read.
         """
         if not keys:
             return 0
@@ -262,19 +263,23 @@ class StoreTier:
         return num_found
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """Ask the store to evict blocks late, now and once they are stored; does not wait.
+        """Ask the store to evict blocks later than others; blocks not stored yet are pinned when
+        they are.
+
+        Does not wait.
 
         Args:
-            client: who asks; it may have ``TierConfig.pin_gib`` of pins, others are left out.
-            keys: of a prefix, from its first block on.
-            pin_s: for so long.
+            client: name of the client that asks; its pins beyond ``TierConfig.pin_gib`` are left
+                out.
+            keys: keys of a prefix's blocks, from the first on.
+            pin_s: seconds for which the pins last.
         """
         pinned = self._pins.take(client, keys, pin_s, self._clock.now_s())
         if pinned and not self._is_closing:
             self._spawn(self._pin_stored(pinned, pin_s))
 
     async def _pin_stored(self, keys: Sequence[bytes], pin_s: float) -> None:
-        """Pin those blocks that the store has."""
+        """Pin, of the blocks with these keys, those that the store has."""
         names = [make_object_key(self._identity, key, g) for key in keys for g in self._areas]
         try:
             await self._client.pin_many(names, soft_s=pin_s)
@@ -285,12 +290,13 @@ class StoreTier:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of sources that this tier serves: the store."""
+        """The kinds of ``KvSource`` that this tier can load from: the store."""
         return SOURCES
 
     def begin(self, plan: StepPlan) -> None:
-        """Copy evicted blocks and start the plan's loads and stores. Called by the engine's
-        thread.
+        """Copy evicted blocks, and queue the plan's loads and stores on the event loop.
+
+        Called by the engine's thread, before the step.
         """
         evicted: list[_Staged] = []
         if self._config.write == "on_evict":
@@ -320,7 +326,7 @@ class StoreTier:
         return _Staged(block.key, slot, group)
 
     def _locate(self, block_id: int) -> tuple[Group, int]:
-        """Return the group that a transfer's number belongs to, and the item's index in its
+        """Return the kind of item that a transfer's id names, and the item's index in its
         memory.
         """
         slot, window = find_state_slot(block_id), find_window_block(block_id)
@@ -471,7 +477,7 @@ class StoreTier:
     # The methods below store blocks.
 
     async def _store_queued(self) -> None:
-        """Store the queued blocks, evicted ones first, since they occupy staging slots."""
+        """Store the queued blocks, evicted ones first, because these occupy staging slots."""
         try:
             while (self._staged or self._full) and not self._is_closing:
                 batch: list[_Staged] = []
@@ -550,9 +556,9 @@ class StoreTier:
     # ---------------------------------------------------------------- the whole tier
 
     async def flush(self) -> int:
-        """Remove all blocks of this identity from the store; return how many.
+        """Remove all blocks with this identity from the store; return their number.
 
-        Raises: TandemError (the store cannot be reached: the blocks are still there).
+        Raises: TandemError (the store cannot be reached, so the blocks are still there).
         """
         self._generation += 1
         self._full.clear()
@@ -564,9 +570,9 @@ class StoreTier:
         return await self._client.remove_prefix(make_object_key(self._identity, b""))
 
     async def probe(self) -> None:
-        """Write some blocks and read them back: a test of the path, and a first rate.
+        """Write some blocks and read them back, to test the path and to measure a first load rate.
 
-        Raises: CorruptionError (other bytes came back); TandemError (the path does not work).
+        Raises: CorruptionError (other bytes came back); TandemError (writing or reading failed).
         """
         size, staging = self._memory.block_bytes, self._blocks.staging
         slots = [slot for _ in range(2 * PROBE_BLOCKS) if (slot := staging.take()) is not None]
@@ -596,7 +602,7 @@ class StoreTier:
             await self._client.remove_many(keys)
 
     async def aclose(self) -> None:
-        """Stop all work; loads in progress are reported as failed, queued blocks are lost."""
+        """Stop all work; loads in progress are reported as failed, and queued blocks are lost."""
         self._is_closing = True
         self._full.clear()
         while self._staged:

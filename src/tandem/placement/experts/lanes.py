@@ -1,33 +1,34 @@
-"""The division of a step's missed experts between the host and uploads to the device. Pure.
+"""The division of a step's experts that the device lacks: some computed by the host, others
+uploaded.
 
-Both lanes (host and upload) read the host's memory, so each is slower while the other runs, and a
-split needs the rates with both running. These are learnt from every step. At times all experts go
-to the lane that has most of them, since only that shows the gain of using both; and an unused lane
-is tried, within a limited share of the time spent.
+Both ways (lanes) read the host's memory, so each is slower while the other runs, and a good
+division needs the rates with both running. These are learned from every step. From time to time all
+experts go to the lane that has most of them, because only that shows the gain of using both; and an
+unused lane is tried, within a limited share of the time. Pure.
 """
 
 __all__ = ["LaneSplit"]
 
 RECENT = 0.5
-"""Weight of a step's rate against the known rate."""
+"""Weight of a step's measured rate when it updates the known rate."""
 SUDDEN = 1.25
 """Ratio between a step's rate and the known one from which on the known rate is discarded."""
 MIN_GAIN = 0.04
-"""Share of a step's time that using both lanes must save, since predictions are less exact."""
+"""Smallest predicted saving, as a share of a step's time, for which both lanes are used; smaller
+savings are within the error of predictions."""
 TRIAL_SHARE = 0.03
 """Share of all steps' time that may be lost by trying an unused lane."""
 TRIAL_STEPS = 4
-"""Fewest steps before an unused lane is tried."""
+"""Smallest number of steps before an unused lane is tried."""
 ALONE_STEPS = 12
-"""Fewest steps between two in which the lane with most experts gets all of them."""
+"""Smallest number of steps between two in which one lane gets all experts."""
 SMALL_SHARE = 0.3
-"""Largest share of experts that the smaller lane may have to be left out in such a step, which
-bounds the time lost.
-"""
+"""Largest share of the experts that the smaller lane may have for a step in which the other gets
+all; this bounds the time lost."""
 
 
 class LaneSplit:
-    """Decision how many of a step's missed experts are uploaded; the host computes the others.
+    """The decision how many of a step's missing experts are uploaded; the host computes the others.
 
     Args:
         host_s: planned seconds for an expert that the host computes.
@@ -49,7 +50,9 @@ class LaneSplit:
         return self._try_idle(num_missed, best) if num_missed > 1 else best
 
     def note(self, num_host: int, host_s: float, num_uploaded: int, upload_s: float) -> None:
-        """Note the seconds that each lane took for its experts of a step."""
+        """Record the seconds that each lane took for its experts of a step, and update the
+        rates.
+        """
         self._total_s += max(host_s, upload_s)
         self._host.note(num_host, host_s, is_alone=num_uploaded == 0)
         self._upload.note(num_uploaded, upload_s, is_alone=num_host == 0)
@@ -61,7 +64,9 @@ class LaneSplit:
         return alone if times[best] > (1 - MIN_GAIN) * times[alone] else best
 
     def _try_alone(self, num_missed: int, best: int) -> int:
-        """Return the best split, or at times all experts for the lane that has most of them."""
+        """Return the best number of uploads or, from time to time, one that gives all experts to
+        one lane.
+        """
         is_uploading = 2 * best > num_missed
         small = num_missed - best if is_uploading else best
         main = self._upload if is_uploading else self._host
@@ -70,7 +75,9 @@ class LaneSplit:
         return num_missed if is_uploading else 0
 
     def _try_idle(self, num_missed: int, best: int) -> int:
-        """Return all experts for one lane, or at times all but one, to try the other lane."""
+        """Return the number of uploads that gives all experts to one lane or, from time to time,
+        one expert to the other lane, to measure it.
+        """
         idle = self._upload if best == 0 else self._host
         if idle.num_unused < TRIAL_STEPS:
             return best
@@ -82,7 +89,7 @@ class LaneSplit:
         return tried
 
     def _predict(self, num_missed: int, num_uploaded: int) -> float:
-        """Return the predicted seconds of a step."""
+        """Return the predicted seconds of a step with ``num_uploaded`` uploads."""
         num_host = num_missed - num_uploaded
         if num_uploaded == 0:
             return num_host * self._host.alone_s
@@ -102,9 +109,9 @@ class _Lane:
         self.alone_s = expert_s
         self.beside_s = expert_s
         self.num_unused = 0
-        """Steps since the lane was last used."""
+        """Number of steps since the lane was last used."""
         self.num_beside = ALONE_STEPS - TRIAL_STEPS
-        """Steps that used both lanes since this lane was last used alone."""
+        """Number of steps that used both lanes since this lane was last used alone."""
 
     def note(self, count: int, seconds: float, *, is_alone: bool) -> None:
         """Note a step's number of experts and the seconds that they took."""

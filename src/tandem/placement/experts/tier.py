@@ -18,7 +18,8 @@ MIB = 1 << 20
 ALIGNMENT = 4096
 """Alignment in bytes of reads that bypass the page cache."""
 MAX_STAGED = 32
-"""Most places in the staging area: a prefill computes one half while the other is read."""
+"""Largest number of places in the staging area: a prefill computes from one half while the other is
+read."""
 STAGED_SHARE = 0.1
 """Largest share of the experts' memory that the staging area takes."""
 MIN_RIGHT = 0.6
@@ -28,7 +29,7 @@ previous layer computes; a wrong one costs a disk read and evicts another expert
 REMEMBERED = 0.97
 """Factor on earlier counts at each step, so that some tens of steps matter."""
 MIN_GUESSES = 32
-"""Guesses that are compared with choices before the first expert is read ahead."""
+"""Number of guesses compared with choices before experts are first read ahead."""
 
 
 class ExpertSizes(NamedTuple):
@@ -109,7 +110,7 @@ class GuessGate:
 
     def __init__(self) -> None:
         self.num_guessed = 0.0
-        """Guessed experts without a slot, older ones counting less."""
+        """Decayed number of guessed experts that had no slot."""
         self.num_right = 0.0
 
     def note(self, guessed: Sequence[int], chosen: Sequence[int]) -> None:

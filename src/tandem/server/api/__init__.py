@@ -1,1 +1,1 @@
-"""The API that clients use: the endpoints, and what their requests and answers have in common."""
+"""The HTTP endpoints, and the parts that their requests and answers share."""

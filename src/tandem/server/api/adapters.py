@@ -1,6 +1,6 @@
-"""Loading and unloading LoRA adapters while serving, as vLLM and SGLang do it.
+"""Endpoints that load and unload LoRA adapters while serving, in vLLM's and SGLang's forms.
 
-Only with an admin key (``auth.ApiKeyGate``), and only from the one folder that is set for it.
+They need an admin key (``auth.ApiKeyGate``) and load only from the one configured folder.
 """
 
 from pathlib import Path
@@ -22,25 +22,25 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def load_adapter(context: ServerContext, http: Request) -> Response:
-    """Load an adapter, as vLLM does."""
+    """Load a LoRA adapter, in vLLM's form."""
     name = await _load(context, http)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
 
 async def unload_adapter(context: ServerContext, http: Request) -> Response:
-    """Unload an adapter, as vLLM does; requests that run end with it."""
+    """Unload a LoRA adapter, in vLLM's form; running requests keep it until they end."""
     name = await _unload(context, http)
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 async def load_adapter_sglang(context: ServerContext, http: Request) -> Response:
-    """Load an adapter, as SGLang does."""
+    """Load a LoRA adapter, in SGLang's form."""
     await _load(context, http)
     return _answer(context)
 
 
 async def unload_adapter_sglang(context: ServerContext, http: Request) -> Response:
-    """Unload an adapter, as SGLang does; requests that run end with it."""
+    """Unload a LoRA adapter, in SGLang's form; running requests keep it until they end."""
     await _unload(context, http)
     return _answer(context)
 
@@ -71,7 +71,7 @@ async def _unload(context: ServerContext, http: Request) -> str:
 
 
 def _find_folder(root: Path | None, path: str) -> Path:
-    """Return the real place of a path, relative to the folder of adapters or within it."""
+    """Return the resolved folder of a path, which must lie in the folder of adapters."""
     where, field = "server.load_adapter", "lora_path"
     if root is None:
         what = "no folder is set from which adapters may be loaded: set model.adapter_folder"

@@ -50,7 +50,7 @@ _GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
 
 
 async def get_openapi(context: ServerContext, _: Request) -> Response:
-    """Describe all of this as OpenAPI."""
+    """Return the OpenAPI document of all endpoints."""
     num_token_ids = context.encoder.tokenizer.vocab_size
     if context.engine.last_info is not None:
         num_token_ids = min(num_token_ids, context.engine.last_info.vocab_size)
@@ -68,7 +68,7 @@ async def get_openapi(context: ServerContext, _: Request) -> Response:
 
 
 def list_endpoints(config: ServerConfig) -> list[Endpoint]:
-    """Return everything that a server of these settings answers."""
+    """Return all endpoints of a server with these settings."""
     table = [
         Endpoint(
             "/v1/chat/completions",

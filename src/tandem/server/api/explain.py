@@ -14,12 +14,13 @@ from tandem.server.telemetry.timelines import ChoiceRecord, RequestRecord
 __all__ = ["collect_timeline", "get_timeline"]
 
 _TIMEOUT_S = 2.0
-"""For the instances; without them, the server tells its own part."""
+"""Seconds to wait for the instances' reports; without them, the answer has the server's part
+only."""
 _encode = msgspec.json.Encoder().encode
 
 
 async def get_timeline(context: ServerContext, http: Request) -> Response:
-    """Tell what became of a request, ended or not, to the key that sent it."""
+    """Return the timeline of a request, running or ended, to the key that sent it."""
     record = context.timelines.find(context.find_owner(http), http.path_params["id"])
     if record is None:
         # A request of another key gets the same error as an unknown id, so that nobody learns which
@@ -35,7 +36,7 @@ async def get_timeline(context: ServerContext, http: Request) -> Response:
 
 
 async def collect_timeline(context: ServerContext, record: RequestRecord) -> RequestTimeline:
-    """Put together what the server and the instances know of a request."""
+    """Combine the server's and the instances' records of a request into its timeline."""
     found: dict[str, list[InstanceTimeline]] = {}
     try:
         async with asyncio.timeout(_TIMEOUT_S):
@@ -53,7 +54,11 @@ async def collect_timeline(context: ServerContext, record: RequestRecord) -> Req
 def _refine(
     context: ServerContext, record: RequestRecord, choice: ChoiceRecord, told: InstanceTimeline
 ) -> InstanceTimeline:
-    """Name another identity as the reason of a miss: an instance cannot see across identities."""
+    """Correct the reason of a prefix miss, if an earlier request with another KV identity shares
+    the prompt.
+
+    An instance cannot see that, because it knows only KV of its own identity.
+    """
     miss = told.miss
     if miss is None or miss.reason not in (MissReason.NOT_STORED, MissReason.DIFFERS):
         return told

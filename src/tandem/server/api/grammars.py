@@ -1,7 +1,7 @@
-"""Grammars of answers: from the fields of requests to what the instances enforce.
+"""Grammars of answers: read from the fields of requests, checked, and passed to the instances.
 
-Compiles each grammar once, to tell its client what is wrong; the instances compile it again, with
-the same vocabulary and limits. Everything here blocks: call it on the threads.
+Each grammar is compiled once here, so that its client is told of errors. The instances compile it
+again, with the same vocabulary and limits. All functions block: call them on the server's threads.
 """
 
 import json
@@ -23,14 +23,14 @@ from tandem.models.tokenizing.tokenizer import Tokenizer
 __all__ = ["GrammarChecks", "ResponseForm", "join_grammars", "read_grammar", "write_literal"]
 
 _MAX_KNOWN = 256
-"""Grammars whose compilation is remembered, by their text."""
+"""Number of grammars whose result of compilation is remembered."""
 
 
 class GrammarChecks:
-    """Compiles grammars against the vocabulary of the served model.
+    """The check that grammars compile with the vocabulary of the served model.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -40,15 +40,15 @@ class GrammarChecks:
         self._known: OrderedDict[str, str] = OrderedDict()
 
     def check(self, grammar: str, info: InstanceInfo, field: str) -> None:
-        """Refuse a grammar that does not compile.
+        """Check that a grammar compiles.
 
         Args:
-            grammar: as ``write_grammar`` returns it.
-            info: of the model.
-            field: of the request, for errors.
+            grammar: a result of ``write_grammar``.
+            info: facts about the model.
+            field: field of the request that has the grammar, for errors.
 
         Raises:
-            ConfigError: with llguidance's message.
+            ConfigError: it does not compile; with llguidance's message.
         """
         with self._lock:
             if self._table is None:
@@ -65,7 +65,7 @@ class GrammarChecks:
 
 
 class ResponseForm(Protocol):
-    """OpenAI's ``response_format``."""
+    """The part of OpenAI's ``response_format`` that is read here."""
 
     type: str
     json_schema: Any
@@ -83,21 +83,21 @@ _KINDS = {
     "grammar": "grammar",
     "ebnf": "grammar",
 }
-"""Field name to the kind of grammar: vLLM's names with "guided", SGLang's without."""
+"""Kind of grammar by field name; vLLM's names have "guided", SGLang's do not."""
 
 
 def read_grammar(
     source: object, form: ResponseForm | None = None, prefix: str = ""
 ) -> tuple[str, str]:
-    """Return the grammar that a request asks for, and the field that has it; empty for none.
+    """Return the grammar that a request asks for, and the field that has it; both empty if none.
 
     Args:
-        source: has some of the fields of ``_KINDS``, and maybe ``structured_outputs``.
-        form: ``response_format``, where the API has it.
+        source: object with some of the fields in ``_KINDS``, and perhaps ``structured_outputs``.
+        form: ``response_format``, if the API has it.
         prefix: path of ``source`` in the body, for errors.
 
     Raises:
-        ConfigError: several grammars, or one that cannot be read.
+        ConfigError: more than one grammar, or one that cannot be read.
     """
     asked: dict[str, tuple[str, Any]] = {}
     for name, kind in _KINDS.items():
@@ -153,11 +153,11 @@ def _write(kind: str, value: Any, field: str) -> str:
 
 
 def join_grammars(rules: str, **parts: str) -> str:
-    """Return a grammar of rules that refer to others.
+    """Return one grammar made of rules and of the grammars that the rules refer to.
 
     Args:
-        rules: Lark, whose ``start`` refers to the parts by ``@NAME``.
-        parts: grammars by name; each as ``write_grammar`` returns it, or Lark.
+        rules: rules in Lark, whose ``start`` refers to the parts by ``@NAME``.
+        parts: grammars by name; each a result of ``write_grammar``, or Lark.
     """
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": rules}]
     for name, grammar in parts.items():
@@ -169,9 +169,10 @@ def join_grammars(rules: str, **parts: str) -> str:
 
 
 def write_literal(tokenizer: Tokenizer, text: str) -> str:
-    """Return a text as a sequence of Lark; special tokens in it stand by their ids.
+    """Return a text as a sequence of Lark terminals, with special tokens in it written by their
+    ids.
 
-    A grammar of bytes does not match a special token, even where it spells the same.
+    A grammar over bytes does not match a special token, even if the text looks the same.
     """
     parts: list[str] = []
     for piece, token_id in tokenizer.split_special(text):

@@ -1,4 +1,4 @@
-"""``/instances``: the instances of the server, and changes of them while they serve."""
+"""``/instances``: lists the server's instances, and changes them while they serve."""
 
 import msgspec
 from starlette.requests import Request
@@ -20,7 +20,7 @@ async def list_instances(context: ServerContext, _: Request) -> Response:
 
 
 async def change_instances(context: ServerContext, http: Request) -> Response:
-    """Carry out one change, and list the instances after it. No request fails by it."""
+    """Carry out one change of the instances, without failing a request; list them afterwards."""
     change = await context.read_request(http, _decoder)
     engine, name = context.engine, change.instance
     needs_name = change.action not in ("add", "restart")

@@ -1,9 +1,10 @@
-"""The memory of responses that later requests go on from.
+"""The memory of stored responses, from which later requests can go on.
 
-Each client has a bounded number of bytes, and all together have one. Conversations are forgotten as
-wholes, since a response is of no use without those before it: the least recently used one where a
-client's bytes are over, that of the client with the most where all bytes are, and each that nobody
-used for a time. Calls may come from any thread; time is an argument.
+The bytes of each client and of all clients together are limited. A response is useless without
+those before it, so whole conversations are dropped: a client over its limit loses its least
+recently used one; if all together are over the limit, the client with the most bytes loses one; and
+a conversation that was unused for some time is dropped. Calls may come from any thread; time is an
+argument.
 """
 
 import threading
@@ -15,20 +16,20 @@ from tandem.core.errors import NotFoundError
 __all__ = ["KeptResponse", "KeptResponses"]
 
 _OVERHEAD_BYTES = 1024
-"""About what a response takes beside its texts."""
+"""Estimated bytes of a response beside its texts."""
 
 
 @dataclass(slots=True, eq=False)
 class KeptResponse:
-    """A response and what it adds to its conversation.
+    """A stored response, and the messages that it adds to its conversation.
 
     Args:
-        id: told to the client.
-        parent: the response that it went on from, which may have been deleted; None: none.
-        document: encoded, as GET returns it.
-        messages: encoded; those of the request and those of the answer.
-        is_background: whether its client does not wait for it.
-        is_running: it still changes, and cannot be gone on from.
+        id: id that the client was told.
+        parent: response after which it went on, which may have been deleted; None: none.
+        document: encoded response, as GET returns it.
+        messages: encoded messages of the request and of the answer.
+        is_background: True if its client does not wait for it.
+        is_running: True while it still changes; no request can go on from it then.
     """
 
     id: str
@@ -43,11 +44,11 @@ class KeptResponse:
 
     @property
     def size_bytes(self) -> int:
-        """About the memory that it takes."""
+        """Estimated size in memory, bytes."""
         return len(self.document) + len(self.messages) + _OVERHEAD_BYTES
 
     def list_messages(self) -> list[bytes]:
-        """Return the encoded messages of the conversation up to here, in their order."""
+        """Return the encoded messages of the conversation up to this response, in order."""
         parts: list[bytes] = []
         each: KeptResponse | None = self
         while each is not None:
@@ -57,12 +58,12 @@ class KeptResponse:
 
 
 class _Conversation:
-    """Responses that go back to one."""
+    """All responses that descend from one first response."""
 
     def __init__(self, owner: bytes) -> None:
         self.owner = owner
         self.ids: set[str] = set()
-        """Ids of those that were not deleted."""
+        """Ids of its responses that were not deleted."""
         self.size_bytes = 0
         self.used_s = 0.0
 
@@ -73,17 +74,17 @@ class _Shelf:
     def __init__(self) -> None:
         self.responses: dict[str, KeptResponse] = {}
         self.conversations: OrderedDict[_Conversation, None] = OrderedDict()
-        """The least recently used one first."""
+        """Conversations in order of use, least recently used first."""
         self.size_bytes = 0
 
 
 class KeptResponses:
-    """Responses by client and id.
+    """The stored responses by client and id.
 
     Args:
-        max_bytes: of one client; 0 keeps nothing.
-        max_idle_s: after which a conversation that nobody uses is forgotten.
-        max_total_bytes: of all clients together; None: as many as each of them may have.
+        max_bytes: limit of bytes for each client; 0: nothing is stored.
+        max_idle_s: seconds after its last use at which a conversation is dropped.
+        max_total_bytes: limit of bytes for all clients together; None: no limit.
     """
 
     def __init__(
@@ -93,23 +94,23 @@ class KeptResponses:
         self._max_idle_s = max_idle_s
         self._max_total_bytes = max_total_bytes
         self._shelves: dict[bytes, _Shelf] = {}
-        """Shelves of clients that have something."""
+        """Conversations by client, for clients that have any."""
         self._conversations: OrderedDict[_Conversation, None] = OrderedDict()
-        """Conversations of all clients, the least recently used one first."""
+        """Conversations of all clients in order of use, least recently used first."""
         self._num_bytes = 0
         self._lock = threading.Lock()
 
     def find(self, owner: bytes, response_id: str, now_s: float, field: str = "") -> KeptResponse:
-        """Return a response, whose conversation is the most recently used one now.
+        """Return a stored response, and mark its conversation as the most recently used.
 
         Args:
             owner: digest of the client's key.
-            response_id: as it was told.
-            now_s: the time.
-            field: of the request that names it, for errors.
+            response_id: id that the client was told.
+            now_s: monotonic seconds.
+            field: field of the request that has the id, for errors.
 
         Raises:
-            NotFoundError: it was never kept, is forgotten, or another client's.
+            NotFoundError: it was never stored, was dropped, or is another client's.
         """
         with self._lock:
             shelf = self._open(owner, now_s)
@@ -124,7 +125,10 @@ class KeptResponses:
             return found
 
     def add(self, owner: bytes, response: KeptResponse, now_s: float) -> None:
-        """Keep a response, unless its conversation is forgotten; others may be for its sake."""
+        """Store a response; others may be dropped to make room.
+
+        Does nothing if the conversation that it goes on from has been dropped meanwhile.
+        """
         with self._lock:
             self._open(owner, now_s)
             parent = response.parent
@@ -146,7 +150,7 @@ class KeptResponses:
     def update(
         self, owner: bytes, response: KeptResponse, document: bytes, messages: bytes
     ) -> None:
-        """Replace what is kept of a response, which has ended."""
+        """Replace the content of a stored response that has ended."""
         with self._lock:
             if response.is_deleted:
                 return
@@ -158,7 +162,7 @@ class KeptResponses:
                 self._shrink(self._shelves[owner])
 
     def remove(self, owner: bytes, response_id: str, now_s: float) -> None:
-        """Forget a response; those that go on from it keep their conversation.
+        """Delete a response; later responses of its conversation keep its messages.
 
         Raises:
             NotFoundError: see ``find``.
@@ -181,23 +185,23 @@ class KeptResponses:
                     response.num_children -= 1
 
     def measure(self, owner: bytes) -> int:
-        """Return about how many bytes a client's responses take."""
+        """Return the estimated bytes of a client's responses."""
         with self._lock:
             shelf = self._shelves.get(owner)
             return 0 if shelf is None else shelf.size_bytes
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes all clients' responses take."""
+        """Estimated bytes of all clients' responses."""
         return self._num_bytes
 
     @property
     def num_clients(self) -> int:
-        """Clients of which something is kept."""
+        """Number of clients with stored responses."""
         return len(self._shelves)
 
     def _open(self, owner: bytes, now_s: float) -> _Shelf | None:
-        """Forget what is too old; return what a client has."""
+        """Drop conversations that were unused too long; return the client's shelf, or None."""
         while self._conversations:
             oldest = next(iter(self._conversations))
             if now_s - oldest.used_s <= self._max_idle_s:

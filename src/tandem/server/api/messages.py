@@ -1,4 +1,4 @@
-"""From the messages and tools of a conversation to what chat templates take."""
+"""Conversion of a conversation's messages and tools to the form that chat templates take."""
 
 import json
 from collections.abc import Sequence
@@ -16,15 +16,15 @@ __all__ = ["plain_messages", "plain_tools", "tell_tools"]
 def plain_messages(
     messages: Sequence[InputMessage], form: OutputFormat, *, knows_tools: bool = True
 ) -> list[dict[str, Any]]:
-    """Return messages as chat templates expect them: dictionaries with text content.
+    """Return messages in the form that chat templates expect: dictionaries with text content.
 
-    Text parts are joined by line breaks. The role "developer" is OpenAI's newer name of "system",
+    Text parts are joined by line breaks. The role "developer" becomes "system", its older name,
     which templates know.
 
     Args:
-        messages: of the conversation.
-        form: how the model writes calls.
-        knows_tools: whether the template writes calls of earlier turns; else they become text.
+        messages: messages of the conversation.
+        form: format in which the model writes tool calls.
+        knows_tools: True if the template can write earlier tool calls; otherwise they become text.
 
     Raises:
         ConfigError: a message without content, or a text part without text.
@@ -68,14 +68,14 @@ def plain_messages(
 
 
 def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return tools as chat templates expect them."""
+    """Return tools in the form that chat templates expect."""
     return [msgspec.to_builtins(tool) for tool in tools]
 
 
 def tell_tools(plain: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> None:
-    """Describe the tools in the system message, for a template that does not know them.
+    """Describe the tools in the system message, for a chat template without support for tools.
 
-    The words are those of Hermes and Qwen, which many models were trained on.
+    The wording is that of Hermes and Qwen, on which many models were trained.
     """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     text = (

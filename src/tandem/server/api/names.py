@@ -1,7 +1,7 @@
-"""Under which names clients may ask for the model.
+"""The names under which clients may ask for the model.
 
-Scripts name a model by the argument of ``serve``, by its last part, or not at all.
-There is one model here, so any name that clearly means it is accepted; others are refused.
+Scripts name a model by the argument of ``serve``, by the last part of that, or not at all. There is
+one model here, so every name that clearly means it is accepted; others are refused.
 """
 
 import re
@@ -18,12 +18,12 @@ _ADAPTER_NAME = re.compile(r"[\w.:/@+-]{1,256}")
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The names that clients may ask for.
+    """The names under which clients may ask for the model.
 
     Attributes:
-        served: listed by ``/v1/models``; the first is reported where a client names none of them.
-        aliases: accepted as well, and not listed.
-        root: where the model is from: its folder, as clients take a tokenizer from there.
+        served: names listed by ``/v1/models``; the first is reported if a client names none.
+        aliases: further names that are accepted, but not listed.
+        root: folder of the model, reported to clients that load its tokenizer from there.
     """
 
     served: tuple[str, ...]
@@ -32,11 +32,13 @@ class ModelNames:
 
     @property
     def first(self) -> str:
-        """The name that is reported."""
+        """The name that is reported by default."""
         return self.served[0]
 
     def find(self, name: str) -> str | None:
-        """Return the name to report for the one that was asked for; None if it is not ours."""
+        """Return the name to report for the name that a client asked for; None if it is not the
+        model's.
+        """
         if name in self.served:
             return name
         trimmed = name.rstrip("/")
@@ -44,7 +46,7 @@ class ModelNames:
         return self.first if is_ours else None
 
     def check_adapter_name(self, name: str) -> None:
-        """Refuse a name for an adapter that is no word, or that means the model itself.
+        """Check that a name for an adapter is a word and does not mean the model itself.
 
         Raises: ConfigError; ConflictError.
         """
@@ -57,12 +59,12 @@ class ModelNames:
 
 
 def find_names(model: str, served: tuple[str, ...], folder: Path | None) -> ModelNames:
-    """Collect the names of a model.
+    """Return the names of a model.
 
     Args:
-        model: what the user named: a folder, a hub id.
-        served: the names that the user chose; none means the last part of ``model``.
-        folder: where its files are; None if there are none.
+        model: the user's name for it: a folder or a hub id.
+        served: names that the user chose; empty: the last part of ``model``.
+        folder: folder of its files; None if there is none.
     """
     given = model.rstrip("/")
     aliases = {"", "default", given, PurePath(given).name}

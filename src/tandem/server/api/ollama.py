@@ -27,9 +27,9 @@ __all__ = ["get_ollama_version", "list_running", "list_tags", "show_model"]
 _encode = msgspec.json.Encoder().encode
 _show_decoder = msgspec.json.Decoder(ShowRequest)
 _API_VERSION = "0.12.11"
-"""The version of Ollama whose API this is: clients compare it before they use a part of it."""
+"""Version of Ollama whose API is implemented; clients compare it before they use newer parts."""
 _FOREVER = "2318-12-31T23:59:59Z"
-"""The moment at which the model is dropped from memory; Ollama too names a date far away for
+"""Time at which the model is reported to be unloaded; Ollama also reports a distant date for
 never."""
 
 

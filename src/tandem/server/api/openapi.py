@@ -26,18 +26,18 @@ _PARAMETER = re.compile(r"\{(?P<name>\w+)(?::\w+)?\}")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A route and what passes over it.
+    """A route, with the types of its bodies.
 
     Args:
-        path: as Starlette reads it.
-        methods: without HEAD, which goes with GET.
-        handler: its docstring is the summary.
-        answer: type of a 200.
-        body: type of the request's JSON; None for none.
-        event: type of a stream's events, if it can be a stream.
-        is_lines: the events are lines of JSON, not server-sent events.
-        media_type: of the answer.
-        rule: what the body must meet beside its type.
+        path: path in Starlette's form.
+        methods: HTTP methods; HEAD is implied by GET.
+        handler: function that answers; its docstring is the summary.
+        answer: type of the answer with status 200.
+        body: type of the request's JSON; None: no body.
+        event: type of a stream's events, if the answer can be a stream.
+        is_lines: True if events are lines of JSON and not server-sent events.
+        media_type: media type of the answer.
+        rule: JSON Schema that the body must satisfy beside its type.
     """
 
     path: str
@@ -62,17 +62,18 @@ def make_document(
     num_token_ids: int,
     max_choices: int,
 ) -> dict[str, Any]:
-    """Return the document.
+    """Return the OpenAPI document.
 
     Args:
-        endpoints: all that is served.
-        version: of the server.
-        has_keys: whether it asks for keys.
-        has_admin_keys: whether there are an admin's; without, ``admin_paths`` are closed to all.
-        open_paths: where it does not, and says by 503 that it is not ready.
-        admin_paths: where it asks for an admin's in any case.
-        num_token_ids: that the model and its tokenizer know.
-        max_choices: of one request.
+        endpoints: all endpoints.
+        version: version of the server.
+        has_keys: True if clients need an API key.
+        has_admin_keys: True if there are admin keys; without them, ``admin_paths`` refuse
+            everybody.
+        open_paths: paths that need no key, and answer 503 while the server is not ready.
+        admin_paths: paths that always need an admin key.
+        num_token_ids: number of token ids that both the model and its tokenizer know.
+        max_choices: largest number of choices of a request.
     """
     types = {ErrorReply}
     for endpoint in endpoints:
@@ -122,7 +123,7 @@ def make_document(
 
 
 def _bound_fields(components: dict[str, Any], max_choices: int) -> None:
-    """Have ``stop_token_ids`` of every body end where the vocabulary does, and bound ``n``."""
+    """Limit ``stop_token_ids`` of every body to the vocabulary, and ``n`` to ``max_choices``."""
     for component in components.values():
         fields = component.get("properties", {})
         for each in fields.get("stop_token_ids", {}).get("anyOf", ()):
@@ -140,7 +141,7 @@ _ERRORS = {
     "503": "The queue is full or no instance serves: try again after `Retry-After` seconds.",
     "504": "The time limit of the request, or of the server, is over.",
 }
-"""Errors of endpoints that take a body."""
+"""Error answers of endpoints with a body, by status."""
 
 
 def _make_error(description: str, schema_of: dict[Any, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""From what a client sends as prompt or conversation to token ids.
+"""Conversion of a client's prompt or conversation to token ids.
 
-All of it runs on the server's threads (``WorkThreads``). A text that cannot fit the context is
-refused before it is encoded, by the longest token there is.
+Everything runs on the server's threads (``WorkThreads``). A text that cannot fit the context even
+with the longest possible tokens is refused before it is encoded.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ __all__ = ["PromptEncoder", "count_prompts", "fit_max_tokens", "read_prompts"]
 _logger = logging.getLogger(__name__)
 
 _LONGEST_TOKEN_CHARS = 512
-"""No vocabulary we know has a longer token; runs of spaces come to 256."""
+"""Upper bound of a token's length in characters; the longest known ones are runs of 256 spaces."""
 
 
 def count_prompts(value: str | list[Any]) -> int:
-    """Return how many prompts a field holds, before it is looked at closely."""
+    """Return how many prompts a field has, without checking them."""
     is_one = isinstance(value, str) or not value or not isinstance(value[0], str | list)
     return 1 if is_one else len(value)
 
@@ -38,14 +38,14 @@ def count_prompts(value: str | list[Any]) -> int:
 def read_prompts(
     value: str | list[Any], vocab_size: int, field: str
 ) -> tuple[list[str] | list[list[int]], bool]:
-    """Sort out a prompt: a text, token ids, or a list of either.
+    """Return the prompts in a field, which may be a text, token ids, or a list of either.
 
     Args:
-        value: as decoded from JSON.
-        vocab_size: ids must be below it.
-        field: its name, for errors.
+        value: value decoded from JSON.
+        vocab_size: number of token ids; larger ids are refused.
+        field: name of the field, for errors.
 
-    Returns: the prompts, and whether the client sent a list of them.
+    Returns: the prompts, and True if the client sent a list of them.
 
     Raises:
         ConfigError: anything else, an empty list, or an id out of range.
@@ -82,18 +82,18 @@ def fit_max_tokens(
     prompt_field: str,
     max_field: str,
 ) -> int:
-    """Return how many tokens to generate at most.
+    """Return the largest number of tokens to generate.
 
     Args:
-        asked: by the client, in the field ``max_field``.
-        default: what holds if it did not ask, clipped to what fits; None is all that fits.
-        prompt_len: tokens of the prompt, from the field ``prompt_field``.
-        max_model_len: tokens of prompt and answer together.
-        prompt_field: for errors.
-        max_field: for errors.
+        asked: number that the client asked for, in the field ``max_field``.
+        default: number if the client asked for none, reduced to what fits; None: all that fits.
+        prompt_len: number of tokens of the prompt, which is in the field ``prompt_field``.
+        max_model_len: largest number of prompt and output tokens.
+        prompt_field: name of the prompt's field, for errors.
+        max_field: name of the limit's field, for errors.
 
     Raises:
-        ConfigError: the prompt leaves no room for a token, or what was asked for does not fit.
+        ConfigError: the prompt leaves no room for a token, or ``asked`` does not fit.
     """
     if prompt_len == 0:
         raise ConfigError(
@@ -121,15 +121,15 @@ def fit_max_tokens(
 
 
 class PromptEncoder:
-    """Encodes texts and conversations; owned by the application.
+    """The encoder of texts and conversations to token ids; owned by the application.
 
     ``encode`` and ``render`` block: call them on ``threads``.
 
     Args:
-        tokenizer: of the model.
-        threads: owned.
-        template: owned; None if the checkpoint has none.
-        form: how the model writes reasoning and calls; None if its template does not tell.
+        tokenizer: tokenizer of the model.
+        threads: threads for blocking work; owned.
+        template: chat template; owned. None if the checkpoint has none.
+        form: format in which the model writes reasoning and tool calls; None if it is unknown.
     """
 
     def __init__(
@@ -146,10 +146,11 @@ class PromptEncoder:
         self._knows_tools = template is not None and "tools" in template.source
         think = form.think if form is not None else None
         self.may_think = think is not None and template is not None and think[1] in template.source
-        """The template speaks of reasoning, so the model may write some by itself."""
+        """True if the template mentions the marks of reasoning, so that the model may write some
+        unasked."""
         marks = self.call_form.marks
         self.mark_ids = tokenizer.find_special_ids(marks)
-        """Special tokens that are part of the marks of ``call_form``."""
+        """Ids of the special tokens that are marks of ``call_form``."""
 
     @property
     def template_source(self) -> str | None:
@@ -158,19 +159,21 @@ class PromptEncoder:
 
     @property
     def knows_tools(self) -> bool:
-        """The template describes tools itself."""
+        """True if the template itself describes tools to the model."""
         return self._knows_tools
 
     @property
     def call_form(self) -> OutputFormat:
-        """The format of calls: the model's own form, or the one that it is told to use."""
+        """Format of tool calls: the model's own, or the one that the server's prompt asks it to
+        use.
+        """
         own = self.form
         has_calls = own is not None and (own.calls is not None or own.is_harmony)
         return own if own is not None and has_calls else FORMATS["qwen"]
 
     @property
     def call_form_name(self) -> str:
-        """The name of ``call_form``."""
+        """Name of ``call_form``."""
         return next(name for name, form in FORMATS.items() if form is self.call_form)
 
     def encode(
@@ -181,10 +184,10 @@ class PromptEncoder:
         max_model_len: int | None,
         field: str,
     ) -> list[list[int]]:
-        """Return the ids of prompts; those that are ids already stay as they are.
+        """Return the token ids of prompts; prompts that are ids already are returned as they are.
 
         Raises:
-            ConfigError: one cannot fit ``max_model_len``, however it is encoded.
+            ConfigError: a prompt is longer than ``max_model_len``.
         """
         return [
             prompt
@@ -249,7 +252,9 @@ class PromptEncoder:
         return _cut_after(text, plain[-1]["content"] or "") if is_continued else text
 
     async def warm_up(self) -> None:
-        """Start what the first conversation would wait for; a broken template is only logged."""
+        """Start what the first conversation would wait for. A template that fails is only
+        logged.
+        """
         if self._template is None:
             return
         try:
@@ -258,14 +263,16 @@ class PromptEncoder:
             _logger.warning("event=chat_template_broken error=%s", error)
 
     def close(self) -> None:
-        """End the threads and the template's process."""
+        """End the threads and the processes of the template."""
         self.threads.close()
         if self._template is not None:
             self._template.close()
 
 
 def _cut_after(text: str, final: str) -> str:
-    """Cut a rendered conversation right after its final message, so that the model goes on."""
+    """Cut a rendered conversation right after its final message, so that the model continues
+    that.
+    """
     position = text.rfind(final.strip())
     if position < 0:
         raise ConfigError(

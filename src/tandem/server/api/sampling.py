@@ -1,8 +1,8 @@
-"""From request fields to the engine's ``SamplingParams``.
+"""Conversion of request fields to the engine's ``SamplingParams``.
 
-Owns the order of defaults: the request, then the checkpoint's ``generation_config.json``, then the
-neutral value. ``do_sample`` of that file is not read: it is a default of transformers' own loop,
-and a server whose answers to the same request differ by it would surprise its clients.
+Defaults come, in this order, from the request, the checkpoint's ``generation_config.json`` and the
+neutral value. ``do_sample`` of that file is ignored: it is a default of transformers' own
+generation loop, and it would make equal requests give surprisingly different answers.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that the checkpoint's authors recommend; None where they say nothing."""
+    """Sampling values that the checkpoint's authors recommend; None where there is none."""
 
     temperature: fields.Temperature | None = None
     top_p: fields.TopP | None = None
@@ -41,7 +41,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingSource(Protocol):
-    """Fields that the requests of all dialects share by name."""
+    """The request fields of sampling that have the same name in all dialects."""
 
     temperature: float | None
     top_p: float | None
@@ -56,10 +56,11 @@ class SamplingSource(Protocol):
 
 
 def load_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Read ``generation_config.json`` of a checkpoint; an absent file recommends nothing.
+    """Read ``generation_config.json`` of a checkpoint; without the file, there are no
+    recommendations.
 
     Raises:
-        ConfigError: the file is not JSON or a value is out of bounds.
+        ConfigError: the file is not JSON, or a value is out of bounds.
     """
     path = folder / "generation_config.json"
     if not path.exists():
@@ -84,20 +85,21 @@ def make_sampling(
     prefix: str = "",
     min_field: str = "min_tokens",
 ) -> SamplingParams:
-    """Build the engine's parameters of one choice.
+    """Return the engine's sampling parameters of one choice.
 
     Args:
-        request: decoded, so within bounds.
-        defaults: what holds for fields that the request leaves out.
-        vocab_size: token ids must be below it.
-        max_tokens: as fitted to the context.
-        min_tokens: under whatever name the dialect has for it, as the next three.
-        seed: of this choice.
-        logprobs: likeliest tokens to report with each generated one; None for none.
+        request: decoded request, whose fields are within their bounds.
+        defaults: values for fields that the request leaves out.
+        vocab_size: number of token ids; larger ids are refused.
+        max_tokens: largest number of tokens to generate, fitted to the context.
+        min_tokens: least number of tokens; its field's name depends on the dialect, as for the next
+            three.
+        seed: seed of this choice.
+        logprobs: number of likeliest tokens to report with each generated one; None: none.
         prompt_logprobs: the same for the prompt.
-        grammar: that the answer must match; empty for none.
+        grammar: grammar that the answer must match; empty: none.
         prefix: path of ``request`` in the body, for errors.
-        min_field: name of ``min_tokens`` there.
+        min_field: name of the field of ``min_tokens``, for errors.
 
     Raises:
         ConfigError: a token id outside the vocabulary, or min_tokens above max_tokens.
@@ -139,20 +141,23 @@ def make_sampling(
 
 
 def derive_seed(request_id: str, index: int) -> int:
-    """Return the seed of a generation that asks for none: any server gives a retry the same one.
+    """Return the seed of a generation without a seed of its own, derived from the request's id.
+
+    So a retry of the request gets the same seed on any server.
 
     Args:
-        request_id: that its client gave the request, or was told; unique otherwise.
-        index: of the generation in the request.
+        request_id: id that the client gave the request or was told; otherwise unique.
+        index: index of the generation in the request.
     """
     digest = hashlib.sha256(f"{index}/{request_id}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """Return the seed of the ``choice``-th answer: the request's own for the first.
+    """Return the seed of the choice with index ``choice``: for the first, the request's own.
 
-    The others are mixed, so that neighbouring seeds do not share their answers.
+    The others are mixed with the index, so that requests with neighbouring seeds do not get equal
+    answers.
     Source: the finaliser of SplitMix64, Steele et al., OOPSLA 2014.
     """
     if seed is None or choice == 0:
@@ -166,7 +171,10 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 
 def check_best_of(best_of: int | None, n: int) -> None:
-    """Refuse a ``best_of`` that would generate more answers than it returns."""
+    """Check that ``best_of`` does not ask to generate more answers than are returned.
+
+    Raises UnsupportedError if it does.
+    """
     if best_of is not None and best_of != n:
         raise UnsupportedError(
             "server.check_best_of",

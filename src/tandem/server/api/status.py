@@ -67,25 +67,27 @@ def _answer(reply: msgspec.Struct, *, is_ok: bool = True) -> Response:
 
 
 async def get_health(context: ServerContext, _: Request) -> Response:
-    """Say whether requests are served: 200 if so, 503 while loading, down or draining."""
+    """Answer 200 if requests are served, 503 while the server loads, is down or drains."""
     return _answer(Health(_name_stage(context)), is_ok=_is_ready(context))
 
 
 async def get_live(context: ServerContext, _: Request) -> Response:
-    """Say whether the server works, be it loading or draining: 503 is for a restart."""
+    """Answer 200 while the server works, also while it loads or drains; 503 if it needs a
+    restart.
+    """
     is_failed = context.engine.stage.stage == InstanceStage.FAILED
     return _answer(Health(_name_stage(context)), is_ok=not is_failed)
 
 
 async def get_ready(context: ServerContext, _: Request) -> Response:
-    """Say what /health says, and how far loading has come."""
+    """Answer as /health does, with the progress of loading."""
     stage = context.engine.stage
     reply = Readiness(_name_stage(context), stage.detail, stage.done, stage.total)
     return _answer(reply, is_ok=_is_ready(context))
 
 
 async def get_version(_: ServerContext, __: Request) -> Response:
-    """Return the version."""
+    """Return the version of the server."""
     return _answer(Version(tandem.__version__))
 
 
@@ -101,7 +103,7 @@ def _make_card(context: ServerContext, model: ServedModel) -> ModelCard:
 
 
 async def list_models(context: ServerContext, _: Request) -> Response:
-    """List the names that can be asked for."""
+    """List the names of models and adapters that requests can ask for."""
     cards: list[ModelCard] = []
     for each in context.siblings:
         served = [ServedModel(name) for name in each.models.served]
@@ -111,13 +113,13 @@ async def list_models(context: ServerContext, _: Request) -> Response:
 
 
 async def get_model(context: ServerContext, http: Request) -> Response:
-    """Describe one model; names may hold slashes."""
+    """Describe one model; its name may contain slashes."""
     model = context.find_model(http.path_params["name"])
     return _answer(_make_card(context, model))
 
 
 async def get_model_info(context: ServerContext, _: Request) -> Response:
-    """Describe the model as SGLang does; its frontend reads ``model_path``."""
+    """Describe the model in SGLang's form; SGLang's frontend reads ``model_path``."""
     info = context.ready_info()
     recommended = msgspec.to_builtins(context.defaults)
     return _answer(
@@ -135,7 +137,7 @@ async def get_model_info(context: ServerContext, _: Request) -> Response:
 
 
 async def get_server_info(context: ServerContext, _: Request) -> Response:
-    """Return settings (without secrets), what runs, and its counters."""
+    """Return the settings (without secrets), facts about the instances, and their statistics."""
     stats = await context.read_stats()
     config = msgspec.to_builtins(context.config)
     for secret in ("api_key", "api_key_file", "admin_api_key", "ssl_certfile", "ssl_keyfile"):
@@ -157,7 +159,7 @@ async def get_server_info(context: ServerContext, _: Request) -> Response:
 
 
 async def get_metrics(context: ServerContext, _: Request) -> Response:
-    """Return the Prometheus page."""
+    """Return the metrics in Prometheus' text format."""
     pages: list[bytes] = []
     for each in context.siblings:
         stats = await each.read_stats()
@@ -168,7 +170,7 @@ async def get_metrics(context: ServerContext, _: Request) -> Response:
 
 
 async def get_expert_counts(context: ServerContext, http: Request) -> Response:
-    """Return how often each expert was chosen, by all clients' tokens, so for an admin."""
+    """Return how often each expert was chosen, by tokens of all clients; needs admin rights."""
     if not is_admin(http.scope):
         what = "the counts are of all clients' texts: use an admin key (server.admin_api_key)"
         raise PermissionDeniedError("server.expert_counts", what)
@@ -176,7 +178,7 @@ async def get_expert_counts(context: ServerContext, http: Request) -> Response:
 
 
 async def flush_cache(context: ServerContext, http: Request) -> Response:
-    """Forget cached prefixes that no running request uses; of all clients, so for an admin."""
+    """Drop all clients' cached prefixes that no running request uses; needs admin rights."""
     if not is_admin(http.scope):
         what = "the cache is all clients': use an admin key (server.admin_api_key)"
         raise PermissionDeniedError("server.flush_cache", what)
@@ -185,7 +187,7 @@ async def flush_cache(context: ServerContext, http: Request) -> Response:
 
 
 async def abort_request(context: ServerContext, http: Request) -> Response:
-    """End a request of the caller by the id it gave it, or all; for an admin, anyone's."""
+    """End the caller's request with this id, or all of them; with admin rights, any client's."""
     request = await context.read_request(http, _abort_decoder)
     if request.rid is None and not request.abort_all:
         raise ConfigError("server.abort_request", "rid is missing, and abort_all", field="rid")

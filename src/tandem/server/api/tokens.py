@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""The endpoints POST /tokenize and /detokenize."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -22,12 +22,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def tokenize(context: ServerContext, http: Request) -> Response:
-    """Return the token ids of a text, of several, or of a conversation."""
+    """Return the token ids of one text, of several texts, or of a conversation."""
     return await _answer(context, http, _tokenize_decoder, _tokenize)
 
 
 async def detokenize(context: ServerContext, http: Request) -> Response:
-    """Return the text of token ids, or of several lists of them."""
+    """Return the text of token ids, or the texts of several lists of them."""
     return await _answer(context, http, _detokenize_decoder, _detokenize)
 
 

@@ -1,4 +1,4 @@
-"""``/traffic``: the arrivals, lengths and hashes of requests, for a trace without text."""
+"""``/traffic``: records arrivals, lengths and hashes of requests, as a trace without text."""
 
 import msgspec
 from starlette.requests import Request
@@ -14,11 +14,11 @@ __all__ = ["record_traffic"]
 _decoder = msgspec.json.Decoder(RecordTraffic)
 _encode = msgspec.json.Encoder().encode
 _TOKEN_BYTES = 8
-"""About what hashing a token costs beside a byte of a body."""
+"""Cost of hashing a token, in bytes of body that take as long."""
 
 
 async def record_traffic(context: ServerContext, http: Request) -> Response:
-    """Start, read or stop a recording of all clients' requests; for an admin."""
+    """Start, read or stop a recording of all clients' requests; needs admin rights."""
     if not is_admin(http.scope):
         what = "the traffic is all clients': use an admin key (server.admin_api_key)"
         raise PermissionDeniedError("server.record", what)

@@ -1,1 +1,1 @@
-"""OpenAI's files and batches: what is kept of them, their endpoints, and the work on them."""
+"""OpenAI's files and batches: their storage, their endpoints, and the worker that runs them."""

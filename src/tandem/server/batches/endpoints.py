@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(BatchRequest)
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_FIELDS = 16
 _FORM_BYTES = 1 << 16
-"""Bytes of an upload's form beside its file."""
+"""Largest number of bytes of an upload's form beside its file."""
 _MAX_LISTED = 100
 
 
@@ -61,7 +61,7 @@ def _find_owner(context: ServerContext, http: Request) -> str:
 
 
 async def upload_file(context: ServerContext, http: Request) -> Response:
-    """Keep a file for a batch."""
+    """Store a file for a batch."""
     store = _find_worker(context).store
     limit = context.config.batch_bytes + _FORM_BYTES
     bounded = Request(http.scope, _bound_receive(http.receive, limit))
@@ -136,7 +136,7 @@ async def get_file_content(context: ServerContext, http: Request) -> Response:
 
 
 async def delete_file(context: ServerContext, http: Request) -> Response:
-    """Forget a file; one that a batch still needs stays."""
+    """Delete a file, unless a batch still needs it."""
     store, owner = _find_worker(context).store, _find_owner(context, http)
     file_id = http.path_params["id"]
     for kept in store.list_batches(owner):
@@ -150,7 +150,9 @@ async def delete_file(context: ServerContext, http: Request) -> Response:
 
 
 async def create_batch(context: ServerContext, http: Request) -> Response:
-    """Have the requests of a file answered while nobody else needs the machine."""
+    """Create a batch: the requests of a file are answered when no other request needs the
+    machine.
+    """
     worker, owner = _find_worker(context), _find_owner(context, http)
     request = await context.read_request(http, _decoder)
     worker.store.find_file(owner, request.input_file_id)
@@ -172,7 +174,7 @@ async def create_batch(context: ServerContext, http: Request) -> Response:
 
 
 async def get_batch(context: ServerContext, http: Request) -> Response:
-    """Tell how far a batch is."""
+    """Return the state and progress of a batch."""
     store = _find_worker(context).store
     return _answer(store.find_batch(_find_owner(context, http), http.path_params["id"]).batch)
 
@@ -199,7 +201,7 @@ async def list_batches(context: ServerContext, http: Request) -> Response:
 
 
 async def cancel_batch(context: ServerContext, http: Request) -> Response:
-    """End a batch; what it has answered stays."""
+    """Cancel a batch; its answers so far are kept."""
     worker = _find_worker(context)
     kept = worker.store.find_batch(_find_owner(context, http), http.path_params["id"])
     await worker.cancel(kept)

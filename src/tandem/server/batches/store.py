@@ -1,9 +1,11 @@
-"""Files and batches on the disk: bounded, each its key's alone, the same after a restart.
+"""Files and batches on disk: of limited size, each readable by its own key only, kept over
+restarts.
 
-A folder has ``files/ID`` with the content and ``files/ID.json`` and ``batches/ID.json`` with what
-is known of them, which are replaced as wholes. The outputs of a batch are files that grow by a line
-a request, so that a restart goes on behind the last whole line. On a full disk nothing changes, and
-what was begun is taken back. Everything here blocks; calls may come from any thread.
+The folder has ``files/ID`` with a file's content, and ``files/ID.json`` and ``batches/ID.json``
+with records, which are replaced atomically. The output of a batch is a file that grows by a line
+for each request, so that after a restart it goes on after the last complete line. If the disk is
+full, nothing changes, and what was begun is undone. All methods block; calls may come from any
+thread.
 """
 
 import errno
@@ -26,30 +28,30 @@ _COPY_BYTES = 1 << 20
 
 
 class KeptFile(msgspec.Struct):
-    """A file and the digest of the key that it belongs to, hex."""
+    """A file's record, with the digest of the key that owns it, hex."""
 
     owner: str
     file: FileObject
 
 
 class KeptBatch(msgspec.Struct):
-    """A batch and the digest of the key that it belongs to, hex."""
+    """A batch's record, with the digest of the key that owns it, hex."""
 
     owner: str
     batch: Batch
 
     @property
     def is_over(self) -> bool:
-        """True once nothing of it changes any more."""
+        """True once the batch does not change any more."""
         return self.batch.status in ("completed", "failed", "expired", "cancelled")
 
 
 class BatchStore:
-    """The files and batches that are kept in a folder.
+    """The files and batches in a folder.
 
     Args:
-        folder: made if it is not there.
-        max_bytes: of all files together.
+        folder: folder to use; created if it does not exist.
+        max_bytes: limit of the bytes of all files together.
 
     Raises:
         OSError: the folder cannot be used.
@@ -86,7 +88,7 @@ class BatchStore:
     def add_file(
         self, owner: str, name: str, purpose: str, content: BinaryIO | None, created_at: int
     ) -> FileObject:
-        """Keep a file; one of no content grows by ``append``.
+        """Store a file; without content, it is empty and grows by ``append``.
 
         Raises:
             CapacityError: there is no room for it.
@@ -126,7 +128,7 @@ class BatchStore:
             self._num_bytes += num_bytes
 
     def find_file(self, owner: str, file_id: str) -> FileObject:
-        """Return a file of a key. Raises: NotFoundError."""
+        """Return the record of a key's file. Raises: NotFoundError."""
         with self._lock:
             kept = self._files.get(file_id)
             if kept is None or kept.owner != owner:
@@ -135,13 +137,13 @@ class BatchStore:
             return kept.file
 
     def list_files(self, owner: str) -> list[FileObject]:
-        """Return the files of a key, the newest first."""
+        """Return the records of a key's files, newest first."""
         with self._lock:
             found = [kept.file for kept in self._files.values() if kept.owner == owner]
         return sorted(found, key=lambda file: (-file.created_at, file.id))
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Forget a file. Raises: NotFoundError."""
+        """Delete a key's file. Raises: NotFoundError."""
         with self._lock:
             file = self.find_file(owner, file_id)
             del self._files[file_id]
@@ -151,21 +153,23 @@ class BatchStore:
             path.unlink(missing_ok=True)
 
     def find_path(self, file_id: str) -> Path:
-        """Return where the content of a file is."""
+        """Return the path of a file's content."""
         return self._files_folder / file_id
 
     def read_lines(self, file_id: str, max_line_bytes: int) -> Iterator[bytes]:
-        """Yield the lines of a file, without those that are empty; a long one is cut."""
+        """Yield the lines of a file, without empty ones; a longer line is cut after
+        ``max_line_bytes``.
+        """
         with self.find_path(file_id).open("rb") as content:
             while line := content.readline(max_line_bytes + 1):
                 if line.strip():
                     yield line
 
     def append(self, file_id: str, line: bytes) -> None:
-        """Add a line to a file; what the bound of all files leaves no room for is refused.
+        """Append a line to a file.
 
         Raises:
-            CapacityError: there is no room for it; the file is as it was.
+            CapacityError: the limit of all files or the disk leaves no room; the file is unchanged.
         """
         self._reserve(len(line))
         path = self.find_path(file_id)
@@ -184,7 +188,7 @@ class BatchStore:
             file.bytes += len(line)
 
     def repair(self, file_id: str) -> list[bytes]:
-        """Cut off what stands behind the last whole line of a file; return its lines."""
+        """Truncate a file after its last complete line; return its lines."""
         with self._lock, self.find_path(file_id).open("rb+") as content:
             whole = content.read()
             end = whole.rfind(b"\n") + 1
@@ -196,18 +200,18 @@ class BatchStore:
     # The methods below manage the records of batches.
 
     def put_batch(self, kept: KeptBatch) -> None:
-        """Keep a batch as it is now.
+        """Store the present state of a batch.
 
         Raises:
-            CapacityError: the disk is full. One that is known already is still what it is now; a
-                restart finds what was written last.
+            CapacityError: the disk is full. A batch that is known already has its new state in
+                memory; after a restart it has the state that was last written.
         """
         with self._lock:
             _replace(self._batches_folder / f"{kept.batch.id}.json", kept)
             self._batches[kept.batch.id] = kept
 
     def find_batch(self, owner: str, batch_id: str) -> KeptBatch:
-        """Return a batch of a key. Raises: NotFoundError."""
+        """Return a key's batch. Raises: NotFoundError."""
         with self._lock:
             kept = self._batches.get(batch_id)
             if kept is None or kept.owner != owner:
@@ -216,17 +220,17 @@ class BatchStore:
             return kept
 
     def list_batches(self, owner: str | None = None) -> list[KeptBatch]:
-        """Return the batches of a key, or all; the newest first."""
+        """Return the batches of a key, or of all keys; newest first."""
         with self._lock:
             found = [k for k in self._batches.values() if owner is None or k.owner == owner]
         return sorted(found, key=lambda kept: (-kept.batch.created_at, kept.batch.id))
 
 
 def _replace(path: Path, document: msgspec.Struct) -> None:
-    """Write a file as a whole: after a crash it is the old one or the new one.
+    """Write a file atomically: after a crash it is either the old one or the new one.
 
     Raises:
-        CapacityError: the disk is full; it is the old one.
+        CapacityError: the disk is full; the old file is unchanged.
     """
     draft = path.with_suffix(".new")
     try:

@@ -1,8 +1,8 @@
-"""The work on batches: filler, that yields to every request which a client waits for.
+"""The worker that runs batches in the background, with lower priority than any client's request.
 
-Its requests go through the handlers of the API with the last priority that there is, a few at a
-time, as one client among all; a full queue is asked again later. One batch runs after the other, in
-the order in which they came. Each answer is on the disk before its request counts as done.
+Its requests go through the handlers of the API with the lowest priority, a few at a time, as one
+client among all; if the queue is full, they are sent again later. Batches run one after the other,
+in order of creation. A request counts as done when its answer has been written to disk.
 """
 
 import asyncio
@@ -32,23 +32,23 @@ __all__ = ["BatchAnswer", "BatchWorker", "now_s", "work_on_batches"]
 _logger = logging.getLogger(__name__)
 
 MAX_LINES = 50_000
-"""Lines of a batch, as at OpenAI; their ids are held in memory."""
+"""Largest number of requests in a batch, as at OpenAI; their ids are held in memory."""
 LAST_PRIORITY = 2**31 - 1
 _RETRY_S = 1.0
-"""Before a request is sent again that found the queue full or no instance."""
+"""Seconds before a request that was refused for lack of room or instances is sent again."""
 _BUSY = (429, 503)
-"""The queue is full, no instance serves, or others' objectives could not be kept."""
+"""Statuses with which a request is sent again: queue full, no instance serves, or overload."""
 _MAX_ERRORS = 100
-"""Wrong lines of an input file that are told."""
+"""Largest number of invalid lines of an input file that are reported."""
 _line_decoder = msgspec.json.Decoder(BatchLine)
 _encode = msgspec.json.Encoder().encode
 
 BatchAnswer = tuple[int, bytes]
-"""The status and the JSON of an answer."""
+"""HTTP status and JSON of an answer."""
 
 
 def now_s() -> int:
-    """Return the wall clock."""
+    """Return the wall-clock time in whole Unix seconds."""
     return int(datetime.now(UTC).timestamp())
 
 
@@ -56,14 +56,16 @@ def now_s() -> int:
 async def work_on_batches(
     config: ServerConfig, find_handler: Callable[[str], Callable[[Request], Awaitable[Response]]]
 ) -> AsyncIterator["BatchWorker | None"]:
-    """Work on the batches of the folder that is set, or of a temporary one; None: there are none.
+    """Run a batch worker while the context is open, on the configured folder or a temporary one.
+
+    Gives None if batches are off.
 
     Args:
-        config: names the folder and its bounds.
+        config: settings of the folder and its limits.
         find_handler: returns the handler of a path, which turns errors into answers.
 
     Raises:
-        ConfigError: the folder cannot be used, or another server works on it.
+        ConfigError: the folder cannot be used, or another server uses it.
     """
     if not config.batch_bytes:
         yield None
@@ -100,13 +102,13 @@ class _Custom(msgspec.Struct):
 
 
 class BatchWorker:
-    """Runs the batches of a store.
+    """The worker that runs the batches of a store.
 
     Args:
-        store: of files and batches.
-        send: answers a request: path and body to status and JSON.
-        width: requests at a time.
-        max_line_bytes: of a request.
+        store: files and batches.
+        send: answers a request, given its path and body; returns status and JSON.
+        width: number of requests at a time.
+        max_line_bytes: largest size of a request.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class BatchWorker:
         self._writes: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
-        """Look for batches that are new."""
+        """Wake the worker to look for new batches."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -140,7 +142,7 @@ class BatchWorker:
             await self._run_batch(waiting[-1])
 
     async def cancel(self, kept: KeptBatch) -> None:
-        """End a batch; what is answered stays."""
+        """Cancel a batch; its answers so far are kept."""
         if kept.is_over:
             return
         kept.batch.status, kept.batch.cancelling_at = "cancelling", now_s()
@@ -151,7 +153,9 @@ class BatchWorker:
         self.notify()
 
     async def _put(self, kept: KeptBatch) -> None:
-        """Keep a batch as it is now; on a full disk in memory alone, so that others go on."""
+        """Store the state of a batch; if the disk is full, in memory only, so that other batches go
+        on.
+        """
         try:
             await asyncio.to_thread(self.store.put_batch, kept)
         except CapacityError as error:
@@ -275,7 +279,7 @@ class BatchWorker:
         self.store.put_batch(kept)
 
     def _read_done(self, kept: KeptBatch) -> set[str]:
-        """Return the ids that are answered, and count them anew."""
+        """Return the ids of requests that are answered already, and count them."""
         counts = kept.batch.request_counts
         found: list[list[str]] = []
         for file_id in (kept.batch.output_file_id, kept.batch.error_file_id):
@@ -349,7 +353,7 @@ def _fail(kept: KeptBatch, errors: list[BatchError]) -> None:
 def _make_sender(
     find_handler: Callable[[str], Callable[[Request], Awaitable[Response]]],
 ) -> Callable[[str, bytes], Awaitable[BatchAnswer]]:
-    """Return what answers a request of a batch by the handlers of the API.
+    """Return a function that answers a batch's request by the handlers of the API.
 
     Args:
         find_handler: returns the handler of a path, which turns errors into answers.

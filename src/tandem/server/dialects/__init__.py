@@ -1,1 +1,3 @@
-"""The APIs that clients speak: one ``Dialect`` each, from the body of a request to its answer."""
+"""The APIs of generation that clients speak: one ``Dialect`` each, from a request's body to its
+answer.
+"""

@@ -1,7 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens, Anthropic's API.
 
-A request becomes one of chat completions, whose planning it shares; only the answer's form differs.
-Prefixes are cached by themselves; ``cache_control`` has a store evict the one before it late.
+A request is converted to one of chat completions and planned as such; only the form of the answer
+differs. Prefixes are cached without being asked; ``cache_control`` makes the store evict the prefix
+before it late.
 """
 
 import json
@@ -47,8 +48,8 @@ __all__ = ["answer_messages", "count_message_tokens"]
 
 _encode = msgspec.json.Encoder().encode
 _BILLING = "x-anthropic-billing-header"
-"""Begins a block of Claude Code's system prompt that differs from call to call, so that no prefix
-would be found again; it says nothing to a model."""
+"""Beginning of a block in Claude Code's system prompt that differs from call to call, so that no
+cached prefix would match. The block is dropped: it means nothing to a model."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -65,18 +66,18 @@ class _Caching:
     """The last ``cache_control`` of a request."""
 
     num_tokens: int = 0
-    """Tokens of the prompt before it."""
+    """Number of prompt tokens before it."""
     control: CacheControl | None = None
 
     @property
     def pin_s(self) -> float:
-        """For how long the prompt is to be cached."""
+        """Seconds for which the prompt is to be kept in the cache."""
         if self.control is None:
             return 0.0
         return 3600.0 if self.control.ttl == "1h" else 300.0
 
     def count_usage(self, generation: Generation, num_tokens: int) -> AnthropicUsage:
-        """Count the tokens of a generation that has written ``num_tokens``."""
+        """Return the usage of a generation that has written ``num_tokens`` tokens."""
         read = generation.cached_len
         created = max(self.num_tokens - read, 0)
         usage = AnthropicUsage(
@@ -93,28 +94,28 @@ class _Caching:
 
 @dataclass(slots=True)
 class _Answer:
-    """Renders messages."""
+    """The renderer of answers in the form of Anthropic's messages."""
 
     id: str
     model: ServedModel
     caching: "_Caching"
     blocks: list[ReplyBlock] = field(default_factory=list[ReplyBlock])
     arguments: list[str] = field(default_factory=list[str])
-    """By tool call, as text."""
+    """Text of the arguments of each tool call, by index of the call."""
     stop_reason: str | None = None
     has_begun: bool = False
     kind: str = ""
-    """Kind of the block that a stream has open; empty for none."""
+    """Kind of the block that is open in a stream; empty: none is open."""
     num_blocks: int = 0
     num_calls: int = 0
     is_cumulative: bool = field(init=False, default=False)
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """See ``Renderer``."""
+        """Return about how many bytes of the answer a piece takes."""
         return piece.size_bytes
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """See ``Renderer``."""
+        """Add a piece to an answer that is sent as a whole."""
         for delta in piece.deltas:
             last = self.blocks[-1] if self.blocks else None
             match delta:
@@ -137,7 +138,7 @@ class _Answer:
                     self.arguments[call] += text
 
     def make_document(self, generations: Sequence[Generation]) -> MessagesReply:
-        """See ``Renderer``."""
+        """Return the whole answer, as an object that msgspec encodes."""
         (generation,) = generations
         calls = [block for block in self.blocks if block.type == "tool_use"]
         for block, text in zip(calls, self.arguments, strict=True):
@@ -145,7 +146,7 @@ class _Answer:
         return self._make_message(generation, self.blocks, generation.num_tokens)
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded stream events of a piece."""
         events: list[bytes] = []
         if not self.has_begun:
             self.has_begun = True
@@ -167,7 +168,7 @@ class _Answer:
         return events
 
     def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded events that end a stream."""
         return [_frame("message_stop")]
 
     def _make_delta(self, delta: Delta) -> list[bytes]:
@@ -212,7 +213,7 @@ class _Answer:
         return [*events, _frame("content_block_stop", index=index)]
 
     def _find_reason(self, generation: Generation) -> tuple[str, str | None]:
-        """Return Anthropic's reason, and the stop sequence that was found."""
+        """Return Anthropic's stop reason, and the stop sequence that was found, if any."""
         reason = generation.finish_reason or "stop"
         if reason == "stop" and isinstance(generation.stop_reason, str):
             return "stop_sequence", generation.stop_reason
@@ -277,7 +278,7 @@ def _plan(context: ServerContext, request: MessagesRequest) -> Task:
 
 
 def _translate(request: CountRequest) -> oai.ChatRequest:
-    """Return the request of chat completions that means the same."""
+    """Return the equivalent request of chat completions."""
     messages: list[oai.InputMessage] = []
     system = _read_system(request.system)
     if system:
@@ -312,7 +313,7 @@ def _translate(request: CountRequest) -> oai.ChatRequest:
 def _find_caching(
     context: ServerContext, request: MessagesRequest, chat: oai.ChatRequest, prompt_ids: list[int]
 ) -> _Caching:
-    """Return the last ``cache_control`` of a request, which stands for those before it."""
+    """Return the last ``cache_control`` of a request, which also covers those before it."""
     if request.cache_control is not None:
         return _Caching(len(prompt_ids), request.cache_control)
     for number in range(len(request.messages) - 1, -1, -1):
@@ -333,7 +334,9 @@ def _find_caching(
 
 
 def _find_control(content: str | list[AnthropicBlock] | None) -> CacheControl | None:
-    """Return the last ``cache_control`` in the content of a message, or of a tool's result."""
+    """Return the last ``cache_control`` in the content of a message or of a tool's result; else
+    None.
+    """
     if content is None or isinstance(content, str):
         return None
     for block in reversed(content):
@@ -349,7 +352,9 @@ def _read_system(system: str | list[AnthropicBlock] | None) -> str:
 
 
 def _translate_message(message: AnthropicMessage, place: str) -> list[oai.InputMessage]:
-    """Return the messages of a turn: results of tools stand before what the user says."""
+    """Return the chat messages for an Anthropic message: tool results first, then the user's
+    text.
+    """
     if isinstance(message.content, str):
         return [oai.InputMessage(message.role, message.content)]
     texts: list[str] = []

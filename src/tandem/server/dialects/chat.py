@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""The endpoint POST /v1/chat/completions, and planning that other chat APIs share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,17 +59,17 @@ __all__ = ["answer_chat", "count_shared", "encode_conversation", "plan_chat", "p
 
 @dataclass(slots=True)
 class _Answer(OpenAIAnswer[ChatRequest]):
-    """Renders chat completions."""
+    """The renderer of answers in the form of chat completions."""
 
     choices: list[ChatChoice]
-    """By index; ``add`` fills them."""
+    """Choices by index, filled by ``add``."""
     has_role: list[bool]
-    """By index; True once a chunk has named the role."""
+    """By choice: True once a chunk with the role was sent."""
     num_calls: list[int]
-    """By index; tool calls that have begun."""
+    """By choice: number of tool calls that have begun."""
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """See ``Renderer``."""
+        """Add a piece to an answer that is sent as a whole."""
         choice = self.choices[generation.index]
         for delta in piece.deltas:
             _add_delta(choice.message, delta)
@@ -83,7 +83,7 @@ class _Answer(OpenAIAnswer[ChatRequest]):
         choice.stop_reason = generation.stop_reason
 
     def make_document(self, generations: Sequence[Generation]) -> ChatCompletion:
-        """See ``Renderer``."""
+        """Return the whole answer, as an object that msgspec encodes."""
         answer = self.make(ChatCompletion, self.choices, usage=count_usage(generations, self.n))
         packed = generations[0].prompt_logprobs
         if packed is not None:
@@ -93,7 +93,7 @@ class _Answer(OpenAIAnswer[ChatRequest]):
         return answer
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded stream events of a piece."""
         chunks: list[ChatChunk] = []
         if not self.has_role[generation.index]:
             self.has_role[generation.index] = True
@@ -116,7 +116,7 @@ class _Answer(OpenAIAnswer[ChatRequest]):
         return self.encode_chunks(generation, piece, chunks)
 
     def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded events that end a stream."""
         return self.encode_end(ChatChunk, generations)
 
     def _count_calls(self, generation: Generation, piece: Piece) -> None:
@@ -181,7 +181,7 @@ async def answer_chat(context: ServerContext, http: Request) -> Response:
 
 
 def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
-    """Return the generations that a request asks for."""
+    """Return the generations and the renderer for a request of chat completions."""
     model, plans = plan_conversation(context, request)
     options = read_options(request, "chatcmpl", model)
     answer = _Answer(
@@ -197,16 +197,16 @@ def plan_chat(context: ServerContext, request: ChatRequest) -> Task:
 
 
 class Conversation(NamedTuple):
-    """A conversation as the model gets it."""
+    """A conversation as given to the model: its prompt and the tools that may be called."""
 
     prompt: str
     prompt_ids: list[int]
     tools: Sequence[Tool]
-    """Those that the answer may call."""
+    """Tools that the answer may call."""
 
 
 def encode_conversation(context: ServerContext, request: ChatRequest) -> Conversation:
-    """Render and encode the messages of a request."""
+    """Render the messages of a request by the chat template, and encode them to token ids."""
     tools = list_active_tools(request.tools, request.tool_choice)
     prompt = _render(context, request, tools)
     # The tokenizer adds no special tokens: the chat template has written them into the text.
@@ -222,13 +222,13 @@ def encode_conversation(context: ServerContext, request: ChatRequest) -> Convers
 def count_shared(
     context: ServerContext, request: ChatRequest, num_messages: int, prompt_ids: Sequence[int]
 ) -> int:
-    """Return how many leading tokens of a prompt are its first messages.
+    """Return how many leading prompt tokens belong to the first ``num_messages`` messages.
 
     Args:
-        context: of the server.
-        request: whose prompt it is.
-        num_messages: the first ones.
-        prompt_ids: the prompt, encoded.
+        context: context of the server.
+        request: request whose prompt it is.
+        num_messages: number of messages.
+        prompt_ids: token ids of the whole prompt.
     """
     if num_messages >= len(request.messages):
         return len(prompt_ids)
@@ -248,10 +248,10 @@ def count_shared(
 def _find_message_end(
     context: ServerContext, request: ChatRequest, conversation: Conversation
 ) -> int:
-    """Return how many tokens of a prompt are its messages; 0 where none or all of it asks.
+    """Return the number of prompt tokens up to the end of the messages; 0 if it is unknown.
 
-    A later prompt of the conversation has these tokens: not those that open the answer, which a
-    template may write otherwise when the answer is there.
+    A later prompt of the conversation begins with these tokens, but perhaps not with those that
+    open the answer, because a template may write these differently when the answer is there.
     """
     if request.continue_final_message is True or request.add_generation_prompt is False:
         return 0
@@ -267,12 +267,12 @@ def _find_message_end(
 def plan_conversation(
     context: ServerContext, request: ChatRequest, limit: TokenLimit | None = None
 ) -> tuple[ServedModel, list[ChoicePlan]]:
-    """Return the model that a request asks for and its generations, for the APIs of chat.
+    """Return the model that a request asks for, and its generations; used by all chat APIs.
 
     Args:
-        context: of the server.
-        request: in the form of chat completions.
-        limit: of the answer; None: the request's own.
+        context: context of the server.
+        request: request in the form of chat completions.
+        limit: limit of the answer's tokens; None: that of the request.
     """
     _check(request)
     model = context.find_model(request.model)
@@ -332,7 +332,10 @@ def _read_limit(context: ServerContext, request: ChatRequest) -> TokenLimit:
 def _render(
     context: ServerContext, request: ChatRequest, tools: Sequence[Tool], *, asks: bool | None = None
 ) -> str:
-    """Render the messages; ``asks``: with what opens the answer, None is as the request says."""
+    """Render the messages by the chat template.
+
+    ``asks``: True to append the tokens that open an answer; None: as the request says.
+    """
     arguments = request.chat_template_kwargs
     if request.reasoning_effort is not None:
         arguments = {"reasoning_effort": request.reasoning_effort} | (arguments or {})

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""The endpoint POST /v1/completions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,29 +39,29 @@ from tandem.server.text.middle import find_middle_tokens
 __all__ = ["answer_completion", "plan_completion"]
 
 _DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default of this endpoint."""
+"""Default number of output tokens, as at OpenAI's endpoint."""
 
 
 @dataclass(slots=True)
 class _Answer(OpenAIAnswer[CompletionRequest]):
-    """Renders completions; knows how far the text of each choice has come."""
+    """The renderer of completions, which tracks the length of each choice's text."""
 
     echoes: list[str] | None
-    """Texts of the prompts, if they are to be repeated."""
+    """Texts of the prompts, if they are to be repeated before the answers; otherwise None."""
     choices: list[CompletionChoice]
-    """By index; ``add`` fills them."""
+    """Choices by index, filled by ``add``."""
     offsets: list[int]
     has_begun: list[bool]
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """See ``Renderer``."""
+        """Return about how many bytes of the answer a piece takes."""
         size = OpenAIAnswer.measure(self, generation, piece)
         if self.echoes is not None and not self.has_begun[generation.index]:
             size += len(self.echoes[generation.index // self.n])
         return size
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """See ``Renderer``."""
+        """Add a piece to an answer that is sent as a whole."""
         more = self._make_choice(generation, piece)
         choice = self.choices[generation.index]
         choice.text += more.text
@@ -72,16 +72,16 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
         choice.stop_reason = more.stop_reason
 
     def make_document(self, generations: Sequence[Generation]) -> Completion:
-        """See ``Renderer``."""
+        """Return the whole answer, as an object that msgspec encodes."""
         return self.make(Completion, self.choices, usage=count_usage(generations, self.n))
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded stream events of a piece."""
         chunk = self.make(Completion, [self._make_choice(generation, piece)])
         return self.encode_chunks(generation, piece, [chunk])
 
     def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded events that end a stream."""
         return self.encode_end(Completion, generations)
 
     def _make_choice(self, generation: Generation, piece: Piece) -> CompletionChoice:
@@ -136,7 +136,7 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
 
 
 def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
-    """Return the generations that a request asks for."""
+    """Return the generations and the renderer for a request of completions."""
     grammar, field = read_grammar(request, request.response_format)
     model = context.find_model(request.model)
     info = context.ready_info()

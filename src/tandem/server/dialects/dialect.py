@@ -1,8 +1,8 @@
-"""The steps that the APIs of generation have in common.
+"""The steps that all APIs of generation have in common.
 
-A request is decoded, planned on the threads into a ``Task``, generated, and rendered: whole, from
-all pieces, or as events, piece by piece. What differs from API to API is the struct of the body,
-the planning and the ``Renderer``; everything else is here, once.
+A request is decoded, planned on the threads into a ``Task``, generated, and rendered: as a whole
+from all pieces, or as events, piece by piece. The struct of the body, the planning and the
+``Renderer`` differ from API to API; everything else is here.
 """
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -26,61 +26,61 @@ __all__ = ["Body", "Dialect", "Renderer", "Task", "collect_answer"]
 
 _encode = msgspec.json.Encoder().encode
 _CHOICE_BYTES = 128
-"""About what each choice of an answer takes beside its text."""
+"""Estimated bytes of a choice in an answer beside its text."""
 
 
 class Body(Protocol):
-    """The part of a body that is read before it is planned."""
+    """The fields of a body that are read before it is planned."""
 
     timeout: float | None
-    """Seconds that the client gives the request; None leaves it to the server."""
+    """Time limit in seconds that the client sets; None: the server's."""
 
 
 R = TypeVar("R", bound=Body)
 
 
 class Renderer(Protocol):
-    """Gives one answer the form of its API.
+    """The object that writes one answer in the form of its API.
 
-    Either ``add`` for each piece and then ``make_document``, or ``make_events`` for each piece and
-    then ``end_events``. Calls may come from different threads, one at a time.
+    Call either ``add`` for each piece and then ``make_document``, or ``make_events`` for each piece
+    and then ``end_events``. Calls may come from different threads, one at a time.
     """
 
     is_cumulative: bool
-    """Each event holds the generation's whole text so far."""
+    """True if each event holds the whole text so far."""
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """Return about how many bytes of the answer a piece is."""
+        """Return about how many bytes of the answer a piece takes."""
         ...
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """Take in a piece of an answer that goes out whole."""
+        """Add a piece to an answer that is sent as a whole."""
         ...
 
     def make_document(self, generations: Sequence[Generation]) -> object:
-        """Return the whole answer, which msgspec encodes."""
+        """Return the whole answer, as an object that msgspec encodes."""
         ...
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """Return the framed events of a piece."""
+        """Return the encoded stream events of a piece."""
         ...
 
     def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
-        """Return the framed events that end a stream."""
+        """Return the encoded events that end a stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The generations that a request asks for, and the form of its answer."""
+    """The generations that a request asks for, with the renderer of its answer."""
 
     plans: list[ChoicePlan]
-    """None where the renderer's document of no generations is the answer."""
+    """Generations to run; empty if the renderer's document without generations is the answer."""
     options: RequestOptions
     renderer: Renderer
     is_stream: bool
     frame_error: WriteError | None = None
-    """An error as an event of this very stream; None: as the dialect frames it."""
+    """Encodes an error as an event of this stream; None: the dialect's function does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,12 @@ class Dialect(Generic[R]):
     """One API of generation.
 
     Args:
-        decoder: of the body.
-        plan: checks the body and makes the task of it; blocks, runs on the threads.
-        refused: fields that are not supported, or what refuses them; see ``read_request``.
-        write_error: encodes the document of an error, given its status.
-        frame_error: the same as an event of a stream that has begun.
+        decoder: decoder of the body.
+        plan: checks the body and returns its task; it blocks and runs on the threads.
+        refused: unsupported fields with reasons, or a function that refuses them; see
+            ``ServerContext.read_request``.
+        write_error: encodes an error with its status as an answer.
+        frame_error: encodes an error with its status as an event of a stream that has begun.
         stream_type: media type of a stream.
     """
 
@@ -109,7 +110,7 @@ class Dialect(Generic[R]):
         return await self.run(context, http, task, origin)
 
     async def prepare(self, context: ServerContext, http: Request) -> tuple[Task, Origin]:
-        """Read a request and plan it; nothing runs yet."""
+        """Read a request and plan it, without running anything."""
         http.state.write_error = self.write_error
         origin = context.note_arrival(http)
         request = await context.read_request(http, self.decoder, self.refused)
@@ -119,7 +120,7 @@ class Dialect(Generic[R]):
     async def run(
         self, context: ServerContext, http: Request, task: Task, origin: Origin
     ) -> Response:
-        """Run what was planned while its client waits."""
+        """Run a planned task and answer its client, whole or as a stream."""
         if not task.plans:
             return Response(_encode(task.renderer.make_document([])), media_type="application/json")
         group = await context.start(task.plans, task.options, origin, http.receive)
@@ -140,7 +141,7 @@ class Dialect(Generic[R]):
 async def collect_answer(
     context: ServerContext, group: GenerationGroup, renderer: Renderer
 ) -> bytes:
-    """Run all generations of a group to their ends; return the answer, encoded."""
+    """Run all generations of a group to their ends; return the encoded answer."""
     total = _CHOICE_BYTES * len(group.generations)
     async with limit_time(group.time_limit_s), aclosing(group.pieces()) as pieces:
         async for generation, piece in pieces:

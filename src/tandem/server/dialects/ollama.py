@@ -1,9 +1,9 @@
 """POST /api/chat and /api/generate, Ollama's API.
 
-A request becomes one of chat completions, whose planning it shares; the answer is lines of JSON. A
-call of a tool goes out whole, when all of its arguments have come, as Ollama's clients expect.
-Options that change the answer and are not known are refused; those of Ollama's own runner
-(threads, layers on a GPU) are ignored.
+A request is converted to one of chat completions and planned as such; the answer consists of lines
+of JSON. A tool call is sent as a whole when its arguments are complete, as Ollama's clients expect.
+Unknown options that change the answer are refused; those of Ollama's own runner (threads, layers on
+a GPU) are ignored.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ _REFUSED = {
 
 
 class _Parts:
-    """The parts of an answer, or of an event of one."""
+    """The parts (text, reasoning, tool calls) of an answer or of one event."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -78,7 +78,7 @@ class _Parts:
 
 @dataclass(slots=True)
 class _Answer:
-    """Renders answers of chat and of generate."""
+    """The renderer of answers to chat and generate requests in Ollama's form."""
 
     context: ServerContext
     request: OllamaRequest
@@ -88,22 +88,22 @@ class _Answer:
     logprobs: list[oai.ChatLogprob] = field(default_factory=list[oai.ChatLogprob])
     num_calls: int = 0
     open_call: tuple[str, str] | None = None
-    """Id and name of the call whose arguments come."""
+    """Id and name of the tool call whose arguments are still arriving."""
     arguments: str = ""
-    """Arguments of the open call, so far."""
+    """Arguments of the open tool call so far."""
     is_cumulative: bool = field(init=False, default=False)
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """See ``Renderer``."""
+        """Return about how many bytes of the answer a piece takes."""
         return piece.size_bytes
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """See ``Renderer``."""
+        """Add a piece to an answer that is sent as a whole."""
         self._take(self.parts, piece)
         self.logprobs += self._read_logprobs(piece)
 
     def make_document(self, generations: Sequence[Generation]) -> msgspec.Struct:
-        """See ``Renderer``."""
+        """Return the whole answer, as an object that msgspec encodes."""
         if not generations:
             # A request without a prompt loads the model, or unloads it if keep_alive is 0, and
             # generates nothing.
@@ -116,7 +116,7 @@ class _Answer:
         return self._end(self._make(self.parts, self.logprobs), generation, reason)
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded stream events of a piece."""
         parts = _Parts()
         self._take(parts, piece)
         logprobs = self._read_logprobs(piece)
@@ -129,7 +129,7 @@ class _Answer:
         return events
 
     def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded events that end a stream."""
         return []
 
     def _take(self, parts: _Parts, piece: Piece) -> None:
@@ -209,16 +209,16 @@ async def answer_ollama_generate(context: ServerContext, http: Request) -> Respo
 
 
 def find_ollama_model(context: ServerContext, name: str | None) -> ServedModel:
-    """Resolve a name; Ollama's clients write ":latest" behind one that has no tag.
+    """Return the model with this name; Ollama's clients append ":latest" to a name without a tag.
 
     Raises:
-        NotFoundError: another model was asked for.
+        NotFoundError: there is no model of that name.
     """
     return context.find_model(None if name is None else name.removesuffix(":latest"))
 
 
 def format_time(at: datetime) -> str:
-    """Return a time as Ollama writes it."""
+    """Return a time in the form that Ollama writes."""
     return at.isoformat().replace("+00:00", "Z")
 
 
@@ -321,7 +321,7 @@ def _num_logprobs(request: OllamaRequest) -> int | None:
 def _translate(
     request: OllamaRequest, model: ServedModel, messages: list[oai.InputMessage]
 ) -> oai.ChatRequest:
-    """Return the request of chat completions that means the same."""
+    """Return the equivalent request of chat completions."""
     options = request.options or OllamaOptions()
     for name, neutral in (("mirostat", 0), ("typical_p", 1.0), ("tfs_z", 1.0)):
         if getattr(options, name) not in (None, neutral):

@@ -1,4 +1,4 @@
-"""The parts that the answers of OpenAI's chat and completions have in common."""
+"""The common parts of answers of OpenAI's chat completions and completions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Chunk(Protocol):
-    """An event of an OpenAI stream."""
+    """An event of a stream in OpenAI's form."""
 
     usage: Usage | UnsetType | None
 
 
 @dataclass(slots=True)
 class OpenAIAnswer(Generic[R]):
-    """Fields and events of every answer in OpenAI's form."""
+    """The fields and events that every answer in OpenAI's form has."""
 
     context: ServerContext
     request: R
@@ -45,11 +45,11 @@ class OpenAIAnswer(Generic[R]):
 
     @property
     def n(self) -> int:
-        """Choices of each prompt."""
+        """Number of choices for each prompt."""
         return self.request.n if self.request.n is not None else 1
 
     def make(self, kind: Callable[..., T], choices: list[Any], **more: object) -> T:
-        """Return a whole answer or a chunk of one, of the struct ``kind``, with these choices."""
+        """Return an object of the struct ``kind``, an answer or a chunk, with these choices."""
         return kind(
             id=self.id,
             created=self.created,
@@ -60,7 +60,7 @@ class OpenAIAnswer(Generic[R]):
         )
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """See ``Renderer``."""
+        """Return about how many bytes of the answer a piece takes."""
         size = piece.size_bytes
         # The first piece also carries the log-probabilities of the prompt.
         if piece.num_tokens <= len(piece.token_ids):
@@ -70,7 +70,9 @@ class OpenAIAnswer(Generic[R]):
     def encode_chunks(
         self, generation: Generation, piece: Piece, chunks: Sequence[Chunk]
     ) -> list[bytes]:
-        """Frame the chunks of a piece; the last one carries its usage."""
+        """Return the chunks of a piece as encoded events; the last one carries the usage, if asked
+        for.
+        """
         options = self.request.stream_options
         if options is not None and options.continuous_usage_stats is True:
             chunks[-1].usage = count_piece_usage(generation, piece)
@@ -81,7 +83,9 @@ class OpenAIAnswer(Generic[R]):
         return [encode_event(_encode(each)) for each in chunks]
 
     def encode_end(self, kind: Callable[..., C], generations: Sequence[Generation]) -> list[bytes]:
-        """Return the end of a stream, before it the usage if that was asked for."""
+        """Return the encoded events that end a stream: the usage, if asked for, and the end
+        mark.
+        """
         options = self.request.stream_options
         if options is None or options.include_usage is not True:
             return [DONE]

@@ -1,7 +1,7 @@
-"""The common part of the OpenAI requests, from their fields to plans of generations.
+"""The conversion of fields that all OpenAI requests share to plans of generations.
 
-Owns the list of fields that are known, not supported, and refused by name because ignoring them
-would change the answer.
+Owns the list of known fields that are not supported; they are refused by name, because ignoring
+them would change the answer.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ REFUSED_FIELDS = {
     "return_hidden_states": "hidden states are not returned",
     "web_search_options": "searching is not supported",
 }
-"""Field name to reason; values that ask for nothing (null, false, empty) pass."""
+"""Reason by field name; values that ask for nothing (null, false, empty) are accepted."""
 
 
 CHAT_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name != "tools"} | {
@@ -75,11 +75,11 @@ CHAT_REFUSED_FIELDS = {name: why for name, why in REFUSED_FIELDS.items() if name
 
 
 class TokenLimit:
-    """The number of tokens that the client asked for, and the field's name.
+    """The limit of output tokens that a client asked for, with the name of its field.
 
     Args:
-        asked: None if it did not.
-        default: what then holds; None is all that fits.
+        asked: limit that the client asked for; None: it asked for none.
+        default: limit in that case; None: all that fits the context.
     """
 
     def __init__(self, field: str, asked: int | None, default: int | None) -> None:
@@ -89,7 +89,9 @@ class TokenLimit:
 
 
 def read_options(request: SamplingFields, prefix: str, model: ServedModel) -> RequestOptions:
-    """Return what concerns the request as a whole; ``prefix`` begins an id of our own."""
+    """Return the options of a request as a whole; ``prefix`` begins the id if the server makes
+    one.
+    """
     name = request.request_id if request.request_id is not None else request.rid
     return RequestOptions(
         name=name if name is not None else f"{prefix}-{current_request_id.get()}",
@@ -112,11 +114,12 @@ def plan_choices(
     parsing: Parsing | None = None,
     grammar: str = "",
 ) -> list[ChoicePlan]:
-    """Plan ``n`` generations for each prompt, those of one prompt side by side.
+    """Return the plans of ``n`` generations for each prompt, those of one prompt next to each
+    other.
 
     Raises:
-        ConfigError: a prompt or limit beyond the context, a token id beyond the vocabulary.
-        UnsupportedError: ``best_of`` that would rank.
+        ConfigError: a prompt or limit beyond the context, or a token id beyond the vocabulary.
+        UnsupportedError: ``best_of`` would have to rank answers.
     """
     info = context.ready_info()
     n = request.n if request.n is not None else 1
@@ -152,20 +155,24 @@ def plan_choices(
 
 
 def read_text_options(request: SamplingFields) -> TextOptions:
-    """Return how tokens become text."""
+    """Return the options of converting tokens to text."""
     keep = request.include_stop_str_in_output is True or request.no_stop_trim is True
     return TextOptions(make_stops(request.stop), keep, request.skip_special_tokens is not False)
 
 
 def make_stops(stop: str | Sequence[str] | None) -> StopStrings | None:
-    """Build the automaton of a ``stop`` field; None if it names no string."""
+    """Return the automaton of the stop strings in a field; None if there are none."""
     if stop is None or len(stop) == 0:
         return None
     return StopStrings([stop] if isinstance(stop, str) else list(stop))
 
 
 def check_ids(prompt_ids: Sequence[int], vocab_size: int, field: str) -> None:
-    """Refuse ids that the model has no embedding for: a tokenizer may know more than a model."""
+    """Check that the model has an embedding for all ids; a tokenizer may have more ids than the
+    model.
+
+    Raises ConfigError, which names ``field``.
+    """
     highest = max(prompt_ids, default=0)
     if highest >= vocab_size:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The parsers and the grammar of a request's answers."""
+"""The parser and the grammar that a request's answers need."""
 
 import re
 import uuid
@@ -27,32 +27,32 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """The maker of parsers, and the special tokens that they have to see."""
+    """A factory of parsers, and the special tokens that the parsers must see as text."""
 
     make_parser: Callable[[], OutputParser]
     shown_ids: frozenset[int]
 
 
 def list_active_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> Sequence[Tool]:
-    """Return the tools that an answer may call."""
+    """Return the tools that an answer may call, by the request's choice of tools."""
     return () if tools is None or choice == "none" else tools
 
 
 def make_call_id() -> str:
-    """Return a fresh id of a tool call, for a model that writes none."""
+    """Return a new id for a tool call; for models that write none."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def plan_parsing(
     encoder: PromptEncoder, prompt: str, tools: Sequence[Tool], *, splits_reasoning: bool
 ) -> Parsing | None:
-    """Return what the answers to a prompt need; None if all of them is text.
+    """Return the parsing that answers to a prompt need; None if all their text is the answer.
 
     Args:
-        encoder: knows the form that the model writes.
-        prompt: as rendered; its end tells whether it has opened reasoning.
-        tools: those that may be called.
-        splits_reasoning: whether reasoning is told apart.
+        encoder: has the format in which the model writes.
+        prompt: rendered prompt; its end shows if it has opened reasoning.
+        tools: tools that may be called.
+        splits_reasoning: True if reasoning is to be separated from the answer.
     """
     form = encoder.call_form if tools else encoder.form
     if form is None or not (tools or splits_reasoning):
@@ -77,13 +77,13 @@ def plan_grammar(
     """Return the grammar of the answers to a prompt; empty if they are free.
 
     Args:
-        context: compiles it.
-        request: has a form of the answer, a choice of tool, or strict tools.
-        prompt: as rendered.
-        tools: those that may be called.
+        context: context of the server, which checks that the grammar compiles.
+        request: request with a response format, a choice of tool, or strict tools.
+        prompt: rendered prompt.
+        tools: tools that may be called.
 
     Raises:
-        ConfigError: a grammar that does not compile, a tool that is not there.
+        ConfigError: a grammar does not compile, or a tool does not exist.
     """
     info = context.ready_info()
     grammar, field = read_grammar(request, request.response_format)
@@ -112,7 +112,7 @@ def plan_grammar(
 def _write_tool_grammar(
     encoder: PromptEncoder, request: ChatRequest, tools: Sequence[Tool], *, is_forced: bool = False
 ) -> str:
-    """Return the grammar of calls that are forced or strict; empty if they are neither."""
+    """Return the grammar of tool calls that are forced or strict; empty if they are neither."""
     choice, called = request.tool_choice, list(tools)
     if isinstance(choice, NamedChoice):
         called = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -149,12 +149,12 @@ def _write_tool_grammar(
 
 
 def _has_opened(form: OutputFormat, prompt: str) -> bool:
-    """Return whether the end of a prompt has begun the reasoning of its answer."""
+    """Return True if the end of a prompt opens the reasoning of its answer."""
     return form.think is not None and prompt.rstrip().endswith(form.think[0].rstrip())
 
 
 def _allow_reasoning(encoder: PromptEncoder, prompt: str, grammar: str, *, is_calls: bool) -> str:
-    """Return a grammar that holds for the answer behind the reasoning, if there is any."""
+    """Return a grammar that allows reasoning first, and then what ``grammar`` allows."""
     form, literal = encoder.form, partial(write_literal, encoder.tokenizer)
     if form is not None and form.is_harmony:
         begin, end = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant"

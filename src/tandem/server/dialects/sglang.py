@@ -1,7 +1,7 @@
 """POST /generate, SGLang's native API.
 
-Answers as SGLang 0.5 does: one object for one prompt, a list for a list or for ``n`` > 1; events of
-a stream hold the whole text so far and the ``index`` of their prompt.
+Answers have the form of SGLang 0.5: one object for one prompt, a list for a list of prompts or for
+``n`` > 1. Each event of a stream has the whole text so far, and the ``index`` of its prompt.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _RawSampling(msgspec.Struct):
-    """The part of a body whose fields are looked at before they are decoded."""
+    """The fields of a body that are examined before they are decoded."""
 
     sampling_params: Raw = Raw(b"null")
 
@@ -66,7 +66,7 @@ class _Progress:
     rid: str
     wants_logprobs: bool
     first_logprob: int
-    """Position in the prompt from which on its log-probabilities are asked for; -1 for none."""
+    """Position in the prompt from which on log-probabilities were asked for; -1: none."""
     has_texts: bool
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -76,24 +76,24 @@ class _Progress:
 
 @dataclass(slots=True)
 class _Answer:
-    """Renders SGLang's answers; each event holds the whole text so far."""
+    """The renderer of SGLang's answers; each event has the whole text so far."""
 
     context: ServerContext
     progress: Sequence[_Progress]
-    """By index of the generation."""
+    """Output so far by index of the generation."""
     is_list: bool
-    """The prompts were a list."""
+    """True if the client sent a list of prompts."""
     is_cumulative: bool = True
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """See ``Renderer``."""
+        """Return about how many bytes of the answer a piece takes."""
         size = piece.size_bytes
         if not self.progress[generation.index].ids:
             size += measure_prompt_logprobs(generation.prompt_logprobs)
         return size
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """See ``Renderer``."""
+        """Add a piece to an answer that is sent as a whole."""
         state = self.progress[generation.index]
         state.text += piece.text
         state.ids += piece.token_ids
@@ -102,21 +102,21 @@ class _Answer:
             state.logprobs += piece.logprobs
 
     def make_document(self, generations: Sequence[Generation]) -> object:
-        """See ``Renderer``."""
+        """Return the whole answer, as an object that msgspec encodes."""
         responses = [
             _make_response(self.context, each, self.progress[each.index]) for each in generations
         ]
         return responses if self.is_list or len(responses) > 1 else responses[0]
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded stream events of a piece."""
         self.add(generation, piece)
         response = _make_response(self.context, generation, self.progress[generation.index])
         response.index = generation.index
         return [encode_event(_encode(response))]
 
     def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded events that end a stream."""
         return [DONE]
 
 
@@ -126,7 +126,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
 
 
 def _plan_request(context: ServerContext, request: GenerateRequest) -> Task:
-    """Return the generations that a request asks for."""
+    """Return the generations and the renderer for a request."""
     model = _find_model(context, request)
     prompt_field, prompts, is_list = _read_prompts(context, request)
     samplings = _per_prompt(request.sampling_params, len(prompts), "sampling_params")
@@ -151,7 +151,9 @@ def _plan_request(context: ServerContext, request: GenerateRequest) -> Task:
 
 
 def _find_model(context: ServerContext, request: GenerateRequest) -> ServedModel:
-    """Return what ``model`` names, or ``lora_path``, SGLang's word for an adapter's name."""
+    """Return the model or adapter named by ``model``, or by ``lora_path``, SGLang's field for
+    adapters.
+    """
     names = request.lora_path if isinstance(request.lora_path, list) else [request.lora_path]
     adapters = set(names) or {None}
     if len(adapters) > 1:
@@ -200,7 +202,9 @@ def _read_prompts(
 
 
 def _per_prompt(value: _T | list[_T] | None, count: int, name: str) -> list[_T | None]:
-    """Spread a field that is one value for all prompts, or a list with one for each."""
+    """Return a field's value for each prompt; the field has one value for all, or a list of
+    them.
+    """
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:

@@ -1,4 +1,4 @@
-"""Token counts and log-probabilities of generations, in the OpenAI shapes."""
+"""Token counts and log-probabilities of generations, in OpenAI's forms."""
 
 from collections.abc import Sequence
 
@@ -28,12 +28,14 @@ __all__ = [
 
 
 def count_usage(generations: Sequence[Generation], n: int = 1) -> Usage:
-    """Count the tokens of generations that ended; a prompt with ``n`` answers counts once."""
+    """Return the token counts of generations that have ended; a prompt with ``n`` answers counts
+    once.
+    """
     return _make_usage(generations[::n], sum(generation.num_tokens for generation in generations))
 
 
 def count_piece_usage(generation: Generation, piece: Piece) -> Usage:
-    """Count the tokens of one generation up to a piece."""
+    """Return the token counts of one generation up to a piece."""
     return _make_usage([generation], piece.num_tokens)
 
 
@@ -44,7 +46,7 @@ def _make_usage(firsts: Sequence[Generation], completion: int) -> Usage:
 
 
 def make_chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-    """Return the log-probabilities of a chat choice or chunk."""
+    """Return log-probabilities in the form of a chat choice or chunk."""
 
     def top(token_id: int, logprob: float) -> TopLogprob:
         raw = tokenizer.token_bytes(token_id)
@@ -66,17 +68,17 @@ def add_completion_logprobs(
     offset: int,
     num_top: int,
 ) -> int:
-    """Append tokens to the parallel lists of a completion.
+    """Append tokens with log-probabilities to the parallel lists of a completion.
 
     Args:
-        target: appended to.
+        target: lists to append to.
         tokenizer: spells the tokens.
-        logprobs: None for a token without one, the first of a prompt.
-        token_ids: those tokens; as long as ``logprobs``.
-        offset: characters of text before them.
-        num_top: likeliest tokens that were asked for; there may be more.
+        logprobs: log-probabilities; None for a token without one, the first of a prompt.
+        token_ids: ids of the tokens, as many as ``logprobs``.
+        offset: number of characters of text before them.
+        num_top: number of likeliest tokens that were asked for; ``logprobs`` may have more.
 
-    Returns: the offset after them.
+    Returns: the number of characters of text after them.
     """
     for entry, token_id in zip(logprobs, token_ids, strict=True):
         text = tokenizer.token_text(token_id)
@@ -100,9 +102,9 @@ def add_completion_logprobs(
 
 
 def check_prompt_logprobs(num_top: int | None, *, is_stream: bool) -> None:
-    """Refuse vLLM's log-probabilities of a prompt in a stream, as vLLM does.
+    """Check that vLLM's log-probabilities of a prompt are not asked for in a stream.
 
-    Raises: UnsupportedError.
+    Raises: UnsupportedError (they are; vLLM refuses this too).
     """
     if num_top is not None and is_stream:
         what = "prompt_logprobs come with a whole answer, not with a stream: set stream to false"
@@ -116,8 +118,8 @@ def make_prompt_logprobs(
 
     Args:
         tokenizer: spells the tokens.
-        packed: of the prompt; may have more likeliest tokens than were asked for.
-        num_top: likeliest tokens that were asked for.
+        packed: log-probabilities; may have more likeliest tokens than were asked for.
+        num_top: number of likeliest tokens that were asked for.
     """
     told: PromptLogprobList = []
     for entry in packed.unpack():

@@ -1,1 +1,1 @@
-"""HTTP itself: connections, hosts, keys, errors, event streams, the access log."""
+"""HTTP itself: connections, hosts, API keys, errors, event streams, the access log."""

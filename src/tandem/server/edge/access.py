@@ -1,8 +1,8 @@
-"""Request ids and the access log: one line for each HTTP request, at INFO.
+"""Request ids, and the access log: one line for each HTTP request, at INFO.
 
-The outermost part of the application, so that refusals have an id and a line as well. An id that
-the client sends in ``x-request-id`` is taken over, answered, logged, and part of the ids of its
-generations; any other request gets one.
+The outermost middleware, so that refused requests have an id and a line too. An id in the header
+``x-request-id`` is used, returned and logged, and is part of the ids of the request's generations;
+a request without one gets a new id.
 """
 
 import logging
@@ -24,14 +24,14 @@ __all__ = ["CLIENT_CLOSED", "AccessLog"]
 _logger = logging.getLogger(ACCESS_LOGGER)
 
 CLIENT_CLOSED = 499
-"""nginx's status for a client that left; logged, never sent."""
+"""Status logged if the client left, as nginx does; never sent."""
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,200}")
-"""Ids that are safe in a header and a log line as they are; others are replaced."""
+"""Pattern of ids that are safe in a header and a log line; others are replaced."""
 _LONGEST_PATH = 200
 
 
 class AccessLog:
-    """ASGI middleware around the whole application."""
+    """ASGI middleware around the whole application that assigns ids and writes the access log."""
 
     def __init__(self, app: ASGIApp, clock: Clock) -> None:
         self._app = app

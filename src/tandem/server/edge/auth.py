@@ -1,7 +1,7 @@
-"""API keys: access to the server.
+"""API keys: which requests are let in.
 
-Keys are compared in constant time, all of them for each request, as digests of equal length, so
-that neither the position nor the length of a match shows in the time it takes.
+All keys are compared in constant time for each request, as digests of equal length, so that the
+time does not depend on the position or length of a match.
 """
 
 import hashlib
@@ -19,21 +19,20 @@ __all__ = ["ADMIN_PATHS", "ApiKeyGate", "identify_owner", "is_admin"]
 ADMIN_PATHS = frozenset(
     f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")
 ) | {"/instances", "/models"}
-"""Paths that take a POST of a holder of an admin key alone: they read files, or start processes."""
+"""Paths whose POST needs an admin key, because they read files or start processes."""
 
 
 _IS_ADMIN = "tandem.is_admin"
-"""Key of the ASGI scope."""
+"""Key in the ASGI scope that is True for requests with admin rights."""
 
 
 class ApiKeyGate:
-    """ASGI middleware that lets in requests with a known key.
+    """ASGI middleware that lets in requests with a known API key.
 
     Args:
-        keys: none means that no key is needed, but for ``ADMIN_PATHS``.
-        admin_keys: for these, and for all else; none refuses these to every client.
-        keyless_paths: paths beside ``OPEN_PATHS`` that need none: the page's files, which ask for
-            the key themselves.
+        keys: API keys; empty: no key is needed, except for ``ADMIN_PATHS``.
+        admin_keys: keys that are valid for everything; empty: ``ADMIN_PATHS`` refuse everybody.
+        keyless_paths: paths, beside ``OPEN_PATHS``, that need no key: the files of the page.
     """
 
     def __init__(
@@ -90,9 +89,10 @@ class ApiKeyGate:
 
 
 def is_admin(scope: Scope) -> bool:
-    """Return whether a request that the gate let in may act on what belongs to other clients.
+    """Return True if a request that was let in may act on other clients' requests.
 
-    With an admin key set, its holder; else everyone, unless there are several API keys.
+    These are requests with an admin key; without admin keys, all requests, unless there are several
+    API keys.
     """
     return bool(scope.get(_IS_ADMIN, False))
 
@@ -108,7 +108,7 @@ def _is_known(presented: bytes, digests: Sequence[bytes]) -> bool:
 
 
 def identify_owner(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return a digest of the key that a request presents, checked by the gate before."""
+    """Return a digest of a request's key, which has been checked already."""
     return _digest(_bearer_token(headers) or b"")
 
 
@@ -117,7 +117,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _bearer_token(headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the key of OpenAI's header, or of Anthropic's."""
+    """Return the API key in OpenAI's or Anthropic's header; None if there is none."""
     given = dict(headers)
     if b"authorization" in given:
         scheme, _, token = given[b"authorization"].partition(b" ")

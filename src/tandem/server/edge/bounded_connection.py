@@ -1,4 +1,4 @@
-"""The connection class that uvicorn is given: HTTP/1.1 with bounds on what a client may send."""
+"""The connection class that uvicorn uses: HTTP/1.1 with limits on what a client may send."""
 
 import logging
 from typing import TYPE_CHECKING, Any
@@ -14,18 +14,18 @@ __all__ = ["BoundedConnection"]
 _logger = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 1 << 18
-"""Most bytes of a request's head, and of its trailers. The parser keeps them, and copies a header
-with every packet that it goes on in."""
+"""Largest size of a request's head, and of its trailers. The parser keeps them in memory, and
+copies an incomplete header with each packet."""
 _TOO_LARGE = b"\r\n".join(
     [b"HTTP/1.1 431 Too Large", b"content-length: 0", b"connection: close", b"", b""]
 )
 
 
 class _Parser(httptools.HttpRequestParser):
-    """The parser of a connection, which answers in HTTP/1.1 whatever else a client offers.
+    """The HTTP parser of a connection, which ignores a client's offer of another protocol.
 
-    llhttp takes all that follows the head of a request with ``Upgrade`` for the other protocol, and
-    the body would be lost. Java's HTTP client offers HTTP/2 so with every request.
+    After a head with ``Upgrade``, llhttp takes all further bytes as the other protocol, and the
+    body would be lost. Java's HTTP client offers HTTP/2 in that way with every request.
     """
 
     def __init__(self, connection: "BoundedConnection") -> None:
@@ -33,7 +33,7 @@ class _Parser(httptools.HttpRequestParser):
         self._connection = connection
 
     def feed_data(self, data: "Buffer") -> None:
-        """Parse bytes; raises ``httptools.HttpParserError``."""
+        """Parse bytes. Raises ``httptools.HttpParserError``."""
         rest = memoryview(data)
         while True:
             try:
@@ -49,18 +49,18 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection by httptools, with four differences that no setting of uvicorn makes.
+    """uvicorn's connection over httptools, with four changes that no setting of uvicorn makes.
 
-    - A head, or trailers, of more than ``_MAX_HEAD_BYTES`` is answered 431 and the connection
-      closed: the parser keeps all of it, and copies a header with every packet it goes on in.
-    - A client that ends its side and does not read ends the connection at once: asyncio would
-      close it when all bytes are sent, which that client can put off for ever.
+    - A head, or trailers, of more than ``_MAX_HEAD_BYTES`` is answered 431, and the connection
+      closed.
+    - A client that closes its side and does not read ends the connection at once. asyncio would
+      wait until all bytes are sent, which such a client can delay for ever.
     - A request that offers another protocol is answered in HTTP/1.1; see ``_Parser``.
-    - Trailers are no headers of the request.
+    - Trailers do not count as headers of the request.
 
-    It uses these members of ``HttpToolsProtocol``, which uvicorn does not promise:
+    It uses these members of ``HttpToolsProtocol``, which uvicorn does not promise to keep:
     ``parser``, ``cycle``, ``transport``, ``url``, ``headers``, and the callbacks of httptools.
-    ``tests/server/edge/test_uvicorn_versions.py`` runs the tests of connections on each release
+    ``tests/server/edge/test_uvicorn_versions.py`` runs the tests of connections with each release
     that pyproject.toml allows.
     """
 
@@ -74,7 +74,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = False
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; close a connection whose head or trailers are too large."""
+        """Parse received bytes; close the connection if its head or trailers are too large."""
         self._kept_bytes += len(data)
         super().data_received(data)
         if self._kept_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -84,42 +84,44 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Begin a head."""
+        """Record that a request's head begins."""
         self._is_in_head = True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note a header; trailers are no headers, and nobody reads them."""
+        """Take a header of the head; trailers are ignored."""
         if self._is_in_head:
             super().on_header(name, value)
 
     def on_chunk_header(self) -> None:
-        """Note that a piece of a body begins."""
+        """Reset the count of bytes, because a chunk of a body begins."""
         self._kept_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of a body."""
+        """Take a piece of a body, and reset the count of bytes."""
         self._kept_bytes = 0
         super().on_body(body)
 
     def eof_received(self) -> None:
-        """End the connection; asyncio closes it unless told otherwise."""
+        """Abort the connection if the client has closed its side with unsent bytes left."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
-        """Begin the request, unless its head is to be repeated."""
+        """Begin the request; do nothing if the head must be parsed again without ``Upgrade``."""
         self._kept_bytes, self._is_in_head = 0, False
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """End the request's body, unless its head is to be repeated."""
+        """End the request's body; do nothing if the head must be parsed again without
+        ``Upgrade``.
+        """
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def repeat_head(self) -> bytes:
-        """Return the head that was parsed last, without the offer of another protocol."""
+        """Return the head that was parsed last, without its header ``Upgrade``."""
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]

@@ -1,7 +1,9 @@
-"""One HTTP request's connection: reading the body within bounds, noticing that the client left.
+"""The connection of one HTTP request: reading its body within limits, noticing that the client
+left.
 
-uvicorn tells of a lost connection only to who awaits ``receive``; so the work of a request runs in
-a task beside that wait, and is cancelled the moment it returns, not at the next token.
+uvicorn reports a lost connection only to a task that awaits ``receive``. So the work of a request
+runs in a task beside that wait, and is cancelled as soon as the wait returns, not at the next
+token.
 """
 
 import asyncio
@@ -20,8 +22,8 @@ __all__ = ["ClientGoneError", "limit_time", "read_body", "run_while_connected"]
 _T = TypeVar("_T")
 
 _DISCARD_S = 1.0
-"""Seconds for which a body that was too large is read on: a client that still sends would take the
-closed connection for an error and not read the answer."""
+"""Seconds for which a body that is too large is read and discarded: a client that is still sending
+would otherwise see a broken connection instead of the answer."""
 
 
 class ClientGoneError(Exception):
@@ -29,11 +31,11 @@ class ClientGoneError(Exception):
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:
-    """Read the whole body.
+    """Read the whole body of a request.
 
     Raises:
-        HttpError: 413 as soon as it is known to be longer than ``max_bytes``, 408 if it takes
-            longer than ``timeout_s``.
+        HttpError: 413 once it is known to be longer than ``max_bytes``, 408 if it takes longer than
+            ``timeout_s``.
         ClientGoneError: the client left before its end.
     """
     declared = request.headers.get("content-length", "")
@@ -90,7 +92,7 @@ async def _discard(receive: Receive) -> None:
 
 
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """Await ``work``, but cancel it as soon as the client leaves.
+    """Await ``work``, and cancel it as soon as the client leaves.
 
     The body must have been read. ``work`` has ended when this returns or raises.
 
@@ -112,7 +114,7 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -
 
 @asynccontextmanager
 async def limit_time(seconds: float) -> AsyncIterator[None]:
-    """Bound the block.
+    """Limit the time of the block to ``seconds``.
 
     Raises:
         DeadlineError: the block took longer.

@@ -1,10 +1,10 @@
-"""The Host header: keeps web pages from reaching a server on the visitor's own machine.
+"""The check of the Host header, which keeps web pages from using a server on the visitor's machine.
 
-A page on the internet can make its own name resolve to 127.0.0.1 (DNS rebinding) and then talk to
-a local server as if it were its own. Its requests still carry its name in the Host header, so names
-that are not ours are refused; an IP address there cannot come from rebinding. Simple cross-origin
-posts carry an Origin, which must be the server's own, by any of its names but with its port, or an
-origin of CORS: what another program serves on this machine is a stranger.
+A page on the internet can make its own name resolve to 127.0.0.1 (DNS rebinding), and then use a
+local server as if it were its own. Its requests still carry its name in the Host header, so unknown
+names are refused; an IP address there cannot come from rebinding. Simple cross-origin posts carry
+an Origin header. It must be the server's own origin (any of its names, with its port) or one that
+CORS allows, because another program on this machine may serve pages too.
 """
 
 import ipaddress
@@ -21,11 +21,12 @@ __all__ = ["HostGate"]
 
 
 class HostGate:
-    """ASGI middleware that refuses foreign Host and Origin headers.
+    """ASGI middleware that refuses unknown Host and Origin headers.
 
     Args:
-        allowed: names, ``*.domain`` or ``*``, beside loopback, this machine's name and addresses.
-        origins: of pages that may read answers, ``scheme://host:port`` or ``*``.
+        allowed: names, ``*.domain`` or ``*``, beside loopback and this machine's name and
+            addresses.
+        origins: origins of pages that may read answers, ``scheme://host:port`` or ``*``.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], origins: Sequence[str] = ()) -> None:
@@ -90,7 +91,7 @@ def _host_of(url: str) -> str | None:
 
 
 def _port_of(authority: str) -> str:
-    """Return the port of an authority that parses, as text; empty for the default one."""
+    """Return the port of a valid authority, as text; empty if it has none."""
     return authority.rpartition("]")[2].rpartition(":")[2] if ":" in authority else ""
 
 

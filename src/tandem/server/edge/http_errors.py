@@ -1,7 +1,7 @@
-"""Errors as HTTP answers in the shape of the OpenAI API.
+"""Conversion of errors to HTTP answers in the form of the OpenAI API.
 
-Owns the table from error codes to statuses. ``HttpError`` exists for what only HTTP knows (a body
-too large, a wrong method); everything else is a class of ``tandem.core.errors``.
+Owns the table from error codes to HTTP statuses. ``HttpError`` is for errors that only HTTP has (a
+body too large, a wrong method); all others are classes of ``tandem.core.errors``.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,9 +22,10 @@ __all__ = [
 ]
 
 RETRY_SOON_S = 1
-"""After a full queue: a slot comes free within about one generation."""
+"""Seconds of Retry-After if the queue is full: room appears within about one generation."""
 RETRY_LATER_S = 5
-"""After a lost, loading or draining instance: a process has to start first."""
+"""Seconds of Retry-After if the instance is lost, loading or draining: a process must start
+first."""
 
 _STATUS = {
     "config": 400,
@@ -56,7 +57,7 @@ class ErrorReply(msgspec.Struct):
 
 
 class HttpError(Exception):
-    """An answer that is an error; raised by edge code, turned into a response in one place."""
+    """An error with an HTTP status, raised by HTTP code and converted to an answer in one place."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ def _type_of(status: int) -> str:
 
 
 def describe_error(error: TandemError) -> HttpError:
-    """Translate an error of the tree into its HTTP answer; unknown codes are 500."""
+    """Return the HTTP error for a ``TandemError``; an unknown code gives status 500."""
     status = _STATUS.get(error.code, 500)
     headers: dict[str, str] = {}
     if isinstance(error, OverloadError):
@@ -97,16 +98,16 @@ def describe_error(error: TandemError) -> HttpError:
 
 
 WriteError = Callable[[ErrorBody, int], bytes]
-"""Encodes an error of a status in the form of an API."""
+"""Function that encodes an error, with its status, in the form of an API."""
 
 
 def encode_error(body: ErrorBody, status: int = 500) -> bytes:
-    """Encode the JSON document of an error, in OpenAI's form."""
+    """Encode an error as JSON in OpenAI's form."""
     return msgspec.json.encode(ErrorReply(body))
 
 
 def error_response(error: HttpError, write: WriteError = encode_error) -> Response:
-    """Make the response for an error, in the form of the API that ``write`` belongs to."""
+    """Return the response for an error, encoded by ``write`` in the form of its API."""
     return Response(
         write(error.body, error.status),
         status_code=error.status,

@@ -1,7 +1,7 @@
-"""Server-sent events: the response of every stream.
+"""Server-sent events: the response class of every stream.
 
-Owns the generation group while it runs and closes it on every path. An error after the first byte
-is an event of its own, after which the stream ends.
+Owns the generation group while it runs, and closes it on every path. An error after the first byte
+is sent as an event, which ends the stream.
 """
 
 import asyncio
@@ -25,29 +25,29 @@ DONE = b"data: [DONE]\n\n"
 
 
 def encode_event(document: bytes) -> bytes:
-    """Frame one JSON document; JSON holds no line break of its own."""
+    """Return a JSON document as a server-sent event; it must have no line break."""
     return b"data: " + document + b"\n\n"
 
 
 def encode_named_event(kind: str, document: bytes) -> bytes:
-    """Frame one JSON document as an event that has a name."""
+    """Return a JSON document as a server-sent event with the name ``kind``."""
     return f"event: {kind}\n".encode() + encode_event(document)
 
 
 def frame_error(body: ErrorBody, status: int) -> bytes:
-    """Frame an error in OpenAI's form."""
+    """Return an error in OpenAI's form as a server-sent event."""
     return encode_event(encode_error(body, status))
 
 
 class EventStream(Response):
-    """Sends events until they end, the client leaves or stops reading.
+    """A response that sends events until they end, or the client leaves or stops reading.
 
     Args:
-        group: owned from now on.
-        events: framed events over the pieces of ``group``, the final one included.
-        send_timeout_s: how long the client may leave what was sent unread.
-        frame_error: makes the event of an error.
-        media_type: of the stream.
+        group: generations; owned from now on.
+        events: encoded events made from the pieces of ``group``, the final one included.
+        send_timeout_s: seconds for which the client may leave sent bytes unread.
+        frame_error: encodes an error as an event.
+        media_type: media type of the stream.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EventStream(Response):
         self._frame_error = frame_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the stream; returns when everything it held is free."""
+        """Send the stream; return when all its resources are freed."""
         try:
             await run_while_connected(receive, self._send_all(send))
         except ClientGoneError:

@@ -1,1 +1,1 @@
-"""Several models behind one address: which of them are awake, and who answers a request."""
+"""Several models behind one address: which of them are awake, and which answers a request."""

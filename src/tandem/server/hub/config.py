@@ -16,7 +16,7 @@ Size = Annotated[str, Meta(pattern=SIZE_PATTERN)]
 
 
 class HubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The models of one server."""
+    """Settings of a server with several models."""
 
     file: Annotated[
         str,
@@ -28,40 +28,40 @@ class HubConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model."""
+    """Settings of one model of a server with several."""
 
     path: Annotated[str, Meta(min_length=1)]
-    """The same as `tandem serve` is given it."""
+    """Path or hub id of the model, as given to `tandem serve`."""
     memory: Size = ""
-    """It needs while it is awake; empty: the size of its weights and of engine.kv_cache_gib."""
+    """Memory that it needs while awake; empty: the size of its weights plus engine.kv_cache_gib."""
     is_pinned: bool = msgspec.field(default=False, name="pinned")
-    """It never sleeps to make room for another."""
+    """True if it is never put to sleep to make room for another."""
     settings: dict[str, Any] = {}
-    """The same as in a file for ``--config``; they come before those of the server."""
+    """Settings as in a file for ``--config``; they override those of the server."""
 
     @property
     def memory_bytes(self) -> int:
-        """``memory`` as bytes; 0 if it is empty."""
+        """``memory`` in bytes; 0 if it is empty."""
         return parse_size(self.memory)
 
 
 class HubFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The models of an address; the first answers what is of no model."""
+    """The models of an address. The first one answers requests that concern no model."""
 
     models: Annotated[dict[str, HostedSpec], Meta(min_length=1, max_length=100)]
     memory: Size = ""
-    """For all that are awake together; empty: no bound."""
+    """Memory for all awake models together; empty: no limit."""
 
     @property
     def memory_bytes(self) -> int:
-        """``memory`` as bytes; 0 if it is empty."""
+        """``memory`` in bytes; 0 if it is empty."""
         return parse_size(self.memory)
 
 
 def load_hub_file(file: Path) -> HubFile:
-    """Read the models of an address.
+    """Read the file that lists the models of an address.
 
-    Raises: ConfigError (names the place).
+    Raises: ConfigError (names the place in the file).
     """
     try:
         values = yaml.load(file.read_text(), YamlLoader)  # noqa: S506 - a safe one

@@ -1,4 +1,4 @@
-"""``/models``: the models of this address, and which of them are awake."""
+"""``/models``: lists the models of this address, and loads, wakes or puts them to sleep."""
 
 import msgspec
 from starlette.requests import Request
@@ -16,14 +16,14 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def list_hosted_models(context: ServerContext, _: Request) -> Response:
-    """List the models of this address, and their states."""
+    """List the models of this address and their states."""
     if context.hub is None:
         return _answer_alone(context)
     return _answer(context.hub)
 
 
 async def change_models(context: ServerContext, http: Request) -> Response:
-    """Load, wake, put to sleep, evict or pin a model; no request fails by it."""
+    """Load, wake, put to sleep, evict or pin a model, without failing a request."""
     hub = _require_hub(context)
     change = await context.read_request(http, _decoder)
     match change.action:
@@ -46,7 +46,7 @@ def _require_hub(context: ServerContext) -> ModelHub:
 
 
 def _answer_alone(context: ServerContext) -> Response:
-    """Describe the only model, which has no need to sleep."""
+    """Describe the only model of a server without a hub, which never sleeps."""
     info = context.engine.info
     need = 0
     if info is not None:

@@ -1,7 +1,7 @@
-"""The application of an address with several models: each request goes to that of its model.
+"""The application of an address with several models: it passes each request to its model's.
 
-Each model has an application of its own, with all gates; what is of no model goes to the first. The
-body is read here, within the bounds that hold there, and handed on.
+Each model has an application of its own, with all middleware. Requests that concern no model go to
+the first one. The body is read here, within the model's limits, and passed on.
 """
 
 import asyncio
@@ -24,25 +24,25 @@ __all__ = ["ModelFront"]
 
 MODEL_PATH = "/v1/models/"
 SMALL_BODY = 1 << 16
-"""Bytes that are looked through on the event loop."""
+"""Size in bytes of a body that is searched for the model's name on the event loop."""
 
 
 class _Named(msgspec.Struct):
-    """The field of a body that names a model; others are passed over."""
+    """The fields of a body that name a model; others are skipped."""
 
     model: Any = None
     name: Any = None
-    """Ollama's older name of it."""
+    """Ollama's older name of ``model``."""
 
 
 _decoder = msgspec.json.Decoder(_Named)
 
 
 class ModelFront(Starlette):
-    """Routes requests to models.
+    """The ASGI application that routes requests to the applications of models.
 
     Args:
-        hub: of the models; borrowed.
+        hub: the models; not owned.
     """
 
     def __init__(self, hub: ModelHub) -> None:
@@ -65,7 +65,7 @@ class ModelFront(Starlette):
             yield
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a request on to the application of its model."""
+        """Pass a request to the application of the model that it names."""
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
@@ -98,7 +98,7 @@ class ModelFront(Starlette):
         await self._find(name).app(scope, replay, send)
 
     def _find(self, name: str | None) -> HostedModel:
-        """Return the model that a name means; the first, which refuses it, if it means none."""
+        """Return the model with this name; for an unknown one the first model, which refuses it."""
         for model in self._models:
             try:
                 self._context_of(model).find_model(name)
@@ -109,7 +109,7 @@ class ModelFront(Starlette):
 
 
 def _find_name(body: bytes) -> str | None:
-    """Return which model a body names; None if it names none, or is no JSON object."""
+    """Return the model's name in a body; None if it has none or is not a JSON object."""
     try:
         named = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

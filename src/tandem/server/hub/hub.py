@@ -1,7 +1,8 @@
-"""Wakes models when they are asked for, and lets others sleep to make room.
+"""The models behind one address: each is woken when asked for, and others sleep to make room.
 
-One wakes at a time, in the order of asking. A request passes a gate before it is submitted: there
-its model is awake, and stays so until the request has ended. All of it runs on one event loop.
+One model wakes at a time, in the order of asking. Before a request is submitted it passes its
+model's gate: there it waits until the model is awake, which then stays awake until the request has
+ended. All of it runs on one event loop.
 """
 
 import asyncio
@@ -24,49 +25,49 @@ __all__ = ["HostedModel", "ModelHub", "SleepingEngine"]
 logger = logging.getLogger(__name__)
 
 WAKE_TIMEOUT_S = 1800.0
-"""For the weights to be read."""
+"""Time limit in seconds of waking a model, which includes reading its weights."""
 State = Literal["new", "waking", "awake", "draining", "asleep", "evicted"]
 
 
 class SleepingEngine(EngineClient, Protocol):
-    """An engine whose instances can be without processes."""
+    """An engine that can end its processes to sleep, and start them again."""
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         ...
 
     async def sleep(self) -> None:
-        """End the processes once no request is live; prepare the next start."""
+        """End the processes once no request is live, and prepare a fast start."""
         ...
 
     async def evict(self) -> None:
-        """Give up what ``sleep`` has prepared."""
+        """Give up the preparations of ``sleep`` for a fast start."""
         ...
 
     async def wake(self) -> InstanceInfo:
-        """Start the processes; returns when they serve. Raises PeerLostError."""
+        """Start the processes; return when they serve. Raises PeerLostError."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class HostedModel:
-    """One model."""
+    """One model of a hub, with its application and state."""
 
     name: str
     app: Starlette
-    """From ``build_app``, over the engine."""
+    """Application of ``build_app`` over the model's engine."""
     engine: SleepingEngine
     is_pinned: bool = False
-    """It never sleeps to make room for another."""
+    """True if it is never put to sleep to make room for another."""
     state: State = "new"
     num_entering: int = 0
-    """Requests between the gate and the engine."""
+    """Number of requests that have passed the gate and are not submitted yet."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Replaced and set whenever the state changes."""
+    """Event that is set, and replaced by a new one, whenever the state changes."""
 
     def enter(self, state: State) -> None:
-        """Change the state."""
+        """Change the state, and wake tasks that wait for a change."""
         logger.info("event=model_state model=%s state=%s", self.name, state)
         self.state = state
         changed, self.changed = self.changed, asyncio.Event()
@@ -74,28 +75,28 @@ class HostedModel:
 
     @property
     def is_busy(self) -> bool:
-        """True if it has requests."""
+        """True if it has requests that have not ended."""
         return bool(self.num_entering or self.engine.num_live)
 
 
 class ModelHub:
-    """The models of one address.
+    """The models behind one address.
 
     Args:
-        models: by name; borrowed.
-        residency: of their needs.
+        models: models by name; not owned.
+        residency: decides which models are awake.
     """
 
     def __init__(self, models: Mapping[str, HostedModel], residency: Residency) -> None:
         self.models = dict(models)
         self.residency = residency
         self._waking = asyncio.Lock()
-        """Fair: it is taken in the order of asking."""
+        """Lock of waking; it is fair, so models wake in the order of asking."""
         self._wakes: dict[str, asyncio.Task[None]] = {}
-        """Under way, or waiting for their turn."""
+        """Tasks that wake a model or wait for their turn, by the model's name."""
 
     def make_loader(self, name: str) -> Callable[[], Awaitable[None]]:
-        """Return what loads a model that never was, so that what is sent can be checked."""
+        """Return a function that loads a model if it never was, so that requests can be checked."""
 
         async def load() -> None:
             if self.find(name).state in ("new", "waking") and self.find(name).engine.info is None:
@@ -104,11 +105,13 @@ class ModelHub:
         return load
 
     def make_gate(self, name: str) -> "partial[AbstractAsyncContextManager[None]]":
-        """Return the gate of a model's requests; see ``ClusterClient.gate``."""
+        """Return the gate that a model's requests pass before they are submitted; see
+        ``ClusterClient.gate``.
+        """
         return partial(self.use, name)
 
     def find(self, name: str) -> HostedModel:
-        """Return a model by its name; raises NotFoundError."""
+        """Return a model by its name. Raises NotFoundError."""
         model = self.models.get(name)
         if model is None:
             what = f"there is no model {name[:100]!r}: {', '.join(self.models)}"
@@ -117,9 +120,9 @@ class ModelHub:
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[None]:
-        """Hold a model awake; wakes it first.
+        """Wake a model if necessary, and keep it awake while the block runs.
 
-        Raises: as ``wake``.
+        Raises: errors of ``wake``.
         """
         model = self.find(name)
         self.residency.note_use(name)
@@ -132,7 +135,7 @@ class ModelHub:
             model.num_entering -= 1
 
     async def wake(self, name: str) -> None:
-        """Wake a model, or load it for the first time.
+        """Wake a model, or load it for the first time; return when it serves.
 
         Raises: NotFoundError; ConfigError (there is no room for it); PeerLostError (it cannot
             serve; says why).
@@ -154,7 +157,7 @@ class ModelHub:
             task.exception()
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel wakes in progress."""
         tasks = list(self._wakes.values())
         for task in tasks:
             task.cancel()
@@ -191,13 +194,13 @@ class ModelHub:
             model.enter("awake")
 
     async def sleep(self, name: str) -> None:
-        """Let a model end its requests, and give its memory back; its next wake is prepared."""
+        """Put a model to sleep after its requests have ended, and prepare its next start."""
         model = self.find(name)
         async with self._waking:
             await self._sleep(model)
 
     async def evict(self, name: str) -> None:
-        """Do as ``sleep``, and prepare nothing."""
+        """Put a model to sleep as ``sleep`` does, without preparing its next start."""
         model = self.find(name)
         async with self._waking:
             await self._sleep(model)
@@ -217,5 +220,5 @@ class ModelHub:
         model.enter("asleep")
 
     def pin(self, name: str, *, is_pinned: bool) -> None:
-        """Say whether a model may sleep to make room for another."""
+        """Set if a model must not be put to sleep to make room for another."""
         self.find(name).is_pinned = is_pinned

@@ -1,7 +1,7 @@
 """The decision which models are awake within a memory budget. Pure.
 
-Models wake in the order in which they were first asked for. To make room, those sleep that nobody
-asked for the longest; one that is busy ends its requests first, and its new ones wait their turn.
+To make room for a model, those are put to sleep that were unused longest; idle models before busy
+ones, which first end their requests.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,20 +12,20 @@ __all__ = ["Residency"]
 
 
 class Residency:
-    """The models that are awake, and their needs.
+    """The awake models and the memory needs of all models.
 
     Args:
-        budget_bytes: for all that are awake together; 0: there is no bound.
-        needs: bytes of each model.
+        budget_bytes: memory for all awake models together; 0: no limit.
+        needs: bytes that each model needs while awake, by name.
 
-    Raises: ConfigError (one model needs more than there is).
+    Raises: ConfigError (one model needs more than the budget).
     """
 
     def __init__(self, budget_bytes: int, needs: Mapping[str, int]) -> None:
         self._budget = budget_bytes
         self._needs = dict(needs)
         self._awake: dict[str, None] = {}
-        """In the order of their latest use."""
+        """Awake models in order of their latest use, least recently used first."""
         for name, need in needs.items():
             self._check(name, need)
 
@@ -40,42 +40,47 @@ class Residency:
 
     @property
     def awake(self) -> list[str]:
-        """Models that hold memory, the one used longest ago first."""
+        """Awake models, least recently used first."""
         return list(self._awake)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of those that are awake."""
+        """Bytes that the awake models need."""
         return sum(self._needs[name] for name in self._awake)
 
     def need_of(self, name: str) -> int:
-        """Return the bytes of a model."""
+        """Return the bytes that a model needs while awake."""
         return self._needs[name]
 
     def note_need(self, name: str, need: int) -> None:
-        """Take in what a model really needs, if that is more than was said."""
+        """Raise a model's need to its measured size, if that is larger."""
         self._needs[name] = max(self._needs[name], need)
 
     def note_use(self, name: str) -> None:
-        """Record that a model was asked for."""
+        """Record that a request asked for a model."""
         if name in self._awake:
             del self._awake[name]
             self._awake[name] = None
 
     def note_awake(self, name: str) -> None:
-        """Record that a model holds memory from now on."""
+        """Record that a model takes memory from now on."""
         self._awake[name] = None
 
     def note_asleep(self, name: str) -> None:
-        """Record that a model holds none."""
+        """Record that a model takes no memory any more."""
         self._awake.pop(name, None)
 
     def choose_victims(
         self, name: str, busy: Collection[str], pinned: Collection[str]
     ) -> list[str]:
-        """Return which models must sleep before one can wake; idle ones go first.
+        """Return the models that must be put to sleep before ``name`` can wake, idle ones first.
 
-        Raises: ConfigError (what is pinned leaves too little room).
+        Args:
+            name: model to wake.
+            busy: models with live requests.
+            pinned: models that must stay awake.
+
+        Raises: ConfigError (pinned models leave too little room).
         """
         if not self._budget or name in self._awake:
             return []

@@ -1,1 +1,1 @@
-"""From the text of a generation to its parts: answer, reasoning, tool calls."""
+"""Parsers that split a generation's text into answer, reasoning and tool calls."""

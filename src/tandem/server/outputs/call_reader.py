@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are written as JSON, and what all readers of calls share."""
+"""Parsing of tool calls whose arguments are JSON, and the state that all call parsers share."""
 
 import json
 import re
@@ -13,16 +13,17 @@ __all__ = ["CallReader", "read_json_call", "read_value"]
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\["])'
 )
-"""The usual order of members, with which arguments are sent while they come."""
+"""Pattern of a call with its members in the usual order; its arguments can be sent as they
+arrive."""
 
 
 class CallReader:
-    """The text that the readers of a format take, and the calls that they find.
+    """The text from which the parsers of a format read, and the calls that they find.
 
     Args:
-        source: of the text.
-        emit: gets the deltas of calls.
-        tools: JSON Schema of the parameters by the name of each tool.
+        source: text to read.
+        emit: called with the deltas of calls.
+        tools: JSON Schema of the parameters, by name of the tool.
     """
 
     def __init__(
@@ -35,17 +36,17 @@ class CallReader:
         self.tools = tools
         self.num_calls = 0
         self.left = ""
-        """Text after a call that is part of none; the parser takes it for text."""
+        """Text after a call that belongs to none; the parser treats it as text of the answer."""
         self._emit = emit
 
     def start(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call; the text read so far is not needed any more."""
+        """Begin a call; the text read so far need not be restored any more."""
         self.source.recall()
         self._emit(CallStart(self.num_calls, name, call_id))
         self.num_calls += 1
 
     def add(self, text: str) -> None:
-        """Add text to the arguments of the call that began last."""
+        """Append text to the arguments of the call that began last."""
         if text:
             self._emit(ArgumentsDelta(self.num_calls - 1, text))
 
@@ -53,14 +54,14 @@ class CallReader:
 def read_json_call(
     reader: CallReader, ends: Sequence[str] = (), *, only_known: bool = False
 ) -> Reading[bool]:
-    """Read ``{"name": ..., "arguments": {...}}``, after white space.
+    """Read ``{"name": ..., "arguments": {...}}``, after optional white space.
 
     Args:
-        reader: whose source stands before it.
-        ends: marks that end a call whose object does not.
-        only_known: refuse the names of tools that were not given.
+        reader: reader whose source is positioned before the call.
+        ends: marks that end a call even if its JSON object is incomplete.
+        only_known: if True, refuse names of tools that were not given.
 
-    Returns: False if it is something else; then nothing was emitted.
+    Returns: False if the text is something else; then nothing was emitted.
     """
     source = reader.source
     yield from source.skip_space()
@@ -88,7 +89,7 @@ def read_json_call(
 
 
 def _emit_object(reader: CallReader, text: str, length: int, *, only_known: bool) -> bool:
-    """Take a whole object whose members are in another order; False if it is no call."""
+    """Read a whole object whose members are in another order; return False if it is no call."""
     try:
         call = json.loads(text)
     except ValueError:
@@ -107,10 +108,9 @@ def _emit_object(reader: CallReader, text: str, length: int, *, only_known: bool
 
 
 def read_value(reader: CallReader, ends: Sequence[str] = ()) -> Reading[None]:
-    """Pass on the JSON value that follows as the arguments; a string is decoded.
+    """Read the JSON value that follows, and emit it as the arguments; a string is decoded first.
 
-    A value that breaks off, or an object with one of ``ends`` outside of its strings, is passed on
-    as it is.
+    A value that is incomplete, or an object interrupted by one of ``ends``, is emitted as it is.
     """
     source = reader.source
     yield from source.skip_space()
@@ -139,7 +139,7 @@ def read_value(reader: CallReader, ends: Sequence[str] = ()) -> Reading[None]:
 
 
 def _skip_members(source: TextSource, ends: Sequence[str]) -> Reading[None]:
-    """Take the rest of an object, of which a value was read."""
+    """Skip the remaining members of an object after a value that was read."""
     scan = _Scan(ends, depth=1)
     while (end := scan.find_end(source.text)) is None and not source.is_ended:
         yield
@@ -158,21 +158,22 @@ def _decode_string(written: str) -> str | None:
 
 
 class _Scan:
-    """Finds the end of a JSON object, array or string without reading anything twice."""
+    """A scanner for the end of a JSON object, array or string, which reads no character twice."""
 
     def __init__(self, ends: Sequence[str] = (), *, depth: int = 0) -> None:
         self.position = 0
-        """Characters that were looked at."""
+        """Number of characters scanned."""
         self._ends = ends
         self._depth = depth
         self._is_text = False
         self._is_escaped = False
 
     def find_end(self, text: str) -> int | None:
-        """Return where the value ends, or where one of the ends begins; None if neither is there.
+        """Return the position where the value or the first end mark ends it; None if it is not
+        there yet.
 
         Args:
-            text: as at the last call, with more behind it.
+            text: text of the last call, with more appended.
         """
         while self.position < len(text):
             char = text[self.position]

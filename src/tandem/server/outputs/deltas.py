@@ -1,4 +1,4 @@
-"""The parts of an answer as they come, in no API's own form.
+"""The parts of an answer as they arrive, in a form independent of any API.
 
 Joined in order, the deltas of a generation do not depend on how its text was cut into pieces.
 """
@@ -26,7 +26,7 @@ class TextDelta(NamedTuple):
 
 
 class ReasoningDelta(NamedTuple):
-    """Text that the model wrote before its answer."""
+    """Text of the model's reasoning."""
 
     text: str
 
@@ -35,14 +35,14 @@ class CallStart(NamedTuple):
     """The beginning of a tool call."""
 
     call: int
-    """Number of the call in the answer, from 0."""
+    """Index of the call in the answer, from 0."""
     name: str
     id: str | None = None
-    """The same as the model wrote it; None if its format has no ids."""
+    """Id that the model wrote; None if its format has no ids."""
 
 
 class ArgumentsDelta(NamedTuple):
-    """Text of the arguments of a call, which are a JSON object when they are complete."""
+    """Text of a call's arguments; joined, these texts are a JSON object."""
 
     call: int
     text: str
@@ -52,19 +52,19 @@ Delta = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta
 
 
 class OutputParser(Protocol):
-    """Reads the text of one generation."""
+    """A parser of one generation's text."""
 
     def feed(self, text: str) -> list[Delta]:
-        """Add text; returns what is now certain."""
+        """Add text; return the parts of the answer that are now certain."""
         ...
 
     def flush(self) -> list[Delta]:
-        """End the text; returns what was held back. Nothing of the text is lost."""
+        """End the text; return the parts that were held back. No text is lost."""
         ...
 
 
 def join_deltas(deltas: Sequence[Delta]) -> list[Delta]:
-    """Return the same parts, neighbours of one kind as one and empty ones left out."""
+    """Return deltas with neighbours of one kind joined and empty ones left out."""
     joined: list[Delta] = []
     for delta in deltas:
         last = joined[-1] if joined else None
@@ -88,7 +88,7 @@ def join_deltas(deltas: Sequence[Delta]) -> list[Delta]:
 
 
 def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; of one that broke off, its text under "partial_json"."""
+    """Return the arguments of a call as an object; incomplete ones as text under "partial_json"."""
     try:
         value = json.loads(text) if text else {}
     except ValueError:

@@ -1,7 +1,7 @@
-"""The forms in which models write reasoning and tool calls: one table, by family.
+"""The formats in which families of models write reasoning and tool calls, as one table.
 
-A checkpoint's form is read from the text of its chat template, which has the same marks, as it
-writes the calls of earlier turns.
+A checkpoint's format is detected from the text of its chat template, which writes earlier tool
+calls with the same marks.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from tandem.server.outputs.source import Reading
 __all__ = ["FORMATS", "OutputFormat", "detect_format", "read_more_llama"]
 
 CallSyntax = Callable[[CallReader], Reading[bool]]
-"""Reads a call after its mark; False, with nothing emitted, if there is none."""
+"""Parser of a call after its mark; it returns False, with nothing emitted, if there is no call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,17 @@ class OutputFormat:
     """The output format of a family of models.
 
     Args:
-        signs: texts that its chat templates have, all of them; none for what no template shows.
-        think: the marks around reasoning; None without.
-        calls: the syntax that follows each mark that begins a call.
-        skipped: marks around calls that say nothing more.
-        inner: marks inside of calls.
-        is_bare: an answer that begins with ``{`` may be a call without a mark.
-        is_harmony: messages with channels; see ``HarmonyParser``.
-        has_text_arguments: templates take the arguments of earlier calls as text, not as object.
-        empty_content: content of an assistant's message that has calls alone.
+        signs: texts all of which its chat templates contain; empty for a format that no template
+            shows.
+        think: the marks around reasoning; None: the format has none.
+        calls: syntax of a call, by the mark that begins it.
+        skipped: marks around calls that carry no information and are dropped.
+        inner: marks inside calls.
+        is_bare: True if an answer that begins with ``{`` may be a call without a mark.
+        is_harmony: True for messages with channels; see ``HarmonyParser``.
+        has_text_arguments: True if templates take the arguments of earlier calls as text, not as
+            object.
+        empty_content: content of an assistant's message that has only calls.
     """
 
     signs: tuple[str, ...] = ()
@@ -46,12 +48,12 @@ class OutputFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts that mean something, some of which are special tokens."""
+        """All texts with a meaning in this format, some of which are special tokens."""
         return (*(self.think or ()), *(self.calls or ()), *self.skipped, *self.inner)
 
 
 def _end_call(reader: CallReader, close: str) -> Reading[None]:
-    """Take the mark that ends a call and the white space before it, if they are there."""
+    """Read the mark that ends a call, and white space before it, if they are there."""
     yield from reader.source.skip_space()
     if (yield from reader.source.starts_with(close)):
         reader.source.take(len(close))
@@ -79,7 +81,7 @@ _DSML_MARKS = ParameterMarks(
 
 
 def _read_qwen(reader: CallReader) -> Reading[bool]:
-    """Read the JSON or the XML form: models of one template have been seen to write both."""
+    """Read a call in JSON or XML form; models with one template have been seen to write both."""
     yield from reader.source.skip_space()
     if (yield from reader.source.starts_with("<function=")):
         reader.source.take(len("<function="))
@@ -185,7 +187,7 @@ def _read_headed(reader: CallReader, head_end: str, close: str) -> Reading[bool]
 
 
 def _pass_rest(reader: CallReader, close: str, dropped: str = " ") -> Reading[None]:
-    """Add what stands between the arguments and the end of the call, but for white space."""
+    """Append the text between the arguments and the end of a call, except white space."""
     rest, mark = yield from reader.source.collect_until((close,))
     rest = rest.strip()
     if mark is None and close.startswith(rest):
@@ -194,7 +196,7 @@ def _pass_rest(reader: CallReader, close: str, dropped: str = " ") -> Reading[No
 
 
 def _read_mistral(reader: CallReader) -> Reading[bool]:
-    """Read a list of JSON calls, or one call as ``NAME[ARGS]{...}``."""
+    """Read a list of JSON calls, or one call written as ``NAME[ARGS]{...}``."""
     source = reader.source
     yield from source.skip_space()
     if (yield from source.starts_with("[{")):
@@ -223,7 +225,7 @@ def _read_mistral(reader: CallReader) -> Reading[bool]:
 
 
 def _read_llama(reader: CallReader) -> Reading[bool]:
-    """Read JSON calls with semicolons between them."""
+    """Read JSON calls separated by semicolons."""
     if not (yield from read_json_call(reader)):
         return False
     yield from read_more_llama(reader)
@@ -231,7 +233,7 @@ def _read_llama(reader: CallReader) -> Reading[bool]:
 
 
 def read_more_llama(reader: CallReader) -> Reading[None]:
-    """Read the calls after the first one."""
+    """Read the calls after the first one, separated by semicolons."""
     while True:
         yield from reader.source.skip_space()
         if not (yield from reader.source.starts_with(";")):
@@ -328,11 +330,12 @@ FORMATS: Mapping[str, OutputFormat] = {
     ),
     "think": OutputFormat(("</think>",)),
 }
-"""By name, the more particular first: the first whose signs a template has is its form."""
+"""Formats by name, the more specific first: a template's format is the first whose signs it
+contains."""
 
 
 def detect_format(template: str) -> str | None:
-    """Return the name of the form that a chat template writes; None if it knows none."""
+    """Return the name of the format that a chat template writes; None if it has no known one."""
     for name, form in FORMATS.items():
         if all(sign in template for sign in form.signs):
             return name

@@ -1,4 +1,4 @@
-"""The tool calls of Gemma 4, whose arguments are written almost as JSON."""
+"""Parsing of Gemma 4's tool calls, whose arguments are almost JSON."""
 
 import json
 from typing import Any
@@ -14,7 +14,9 @@ _DEEPEST = 64
 
 
 def read_gemma_call(reader: CallReader) -> Reading[bool]:
-    """Read ``call:NAME{key:<|"|>text<|"|>,n:1}`` and its mark; False if it is something else."""
+    """Read ``call:NAME{key:<|"|>text<|"|>,n:1}`` and its end mark; return False if it is something
+    else.
+    """
     source = reader.source
     if not (yield from source.starts_with("call:")):
         return False
@@ -36,7 +38,7 @@ def read_gemma_call(reader: CallReader) -> Reading[bool]:
 
 
 def _collect(reader: CallReader) -> Reading[tuple[str, str | None]]:
-    """Take the text before the mark that ends the call; those inside of quotes do not."""
+    """Read the text before the mark that ends the call; marks inside quotes do not end it."""
     parts: list[str] = []
     while True:
         mark = yield from reader.source.read_until((_QUOTE, _CLOSE), parts.append)
@@ -51,7 +53,7 @@ def _collect(reader: CallReader) -> Reading[tuple[str, str | None]]:
 
 
 class _Value:
-    """Reads one value; raises ValueError or IndexError where the text is none."""
+    """A parser of one value. Raises ValueError or IndexError if the text is not one."""
 
     def __init__(self, text: str) -> None:
         self._text = text

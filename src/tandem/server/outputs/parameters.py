@@ -1,4 +1,4 @@
-"""Tool calls whose arguments are written one by one between marks, as in XML."""
+"""Parsing of tool calls whose arguments are written one by one between marks, as in XML."""
 
 import json
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ class ParameterMarks:
     """The marks around the name and the value of an argument.
 
     Args:
-        open: before the name.
-        value_opens: between name and value.
-        value_close: after the value.
-        text_open: the one of ``value_opens`` that says that the value is text; None if the
-            schema of the tool alone tells.
-        is_on_lines: a line break after and before the marks is not part of the value.
+        open: mark before the name.
+        value_opens: marks between name and value.
+        value_close: mark after the value.
+        text_open: the one of ``value_opens`` that marks the value as text; None if only the tool's
+            schema shows that.
+        is_on_lines: True if a line break after and before the marks is not part of the value.
     """
 
     open: str
@@ -34,10 +34,10 @@ class ParameterMarks:
 def read_parameters(
     reader: CallReader, name: str, marks: ParameterMarks, close: str
 ) -> Reading[None]:
-    """Read arguments until ``close``, after the name of the call, which has begun.
+    """Read the arguments of a call up to ``close``, and emit them as JSON.
 
-    Text is passed on while it comes, other values when they are complete. A call that breaks off
-    leaves its JSON open.
+    The call's name has been read. Text is emitted as it arrives, other values when they are
+    complete. The JSON of an incomplete call is left open.
     """
     schema = reader.tools.get(name, {})
     separator = "{"
@@ -98,7 +98,7 @@ def _read_other(reader: CallReader, marks: ParameterMarks, kinds: set[str]) -> R
 
 
 def _convert(written: str, kinds: set[str], marks: ParameterMarks) -> Any:
-    """Return the value that a text stands for, by the types that the schema allows."""
+    """Return the value that a text represents, by the types that the schema allows."""
     text = written
     if marks.is_on_lines:
         text = text.removeprefix("\n").removesuffix("\n")
@@ -116,7 +116,7 @@ def _convert(written: str, kinds: set[str], marks: ParameterMarks) -> Any:
 
 
 def _refuse_constant(name: str) -> Any:
-    """Take NaN and infinities for text: JSON has none."""
+    """Refuse NaN and infinities, which JSON does not have, so that they are treated as text."""
     raise ValueError(name)
 
 
@@ -133,7 +133,7 @@ def _name_type(value: Any) -> str:
 
 
 def _list_types(schema: Mapping[str, Any], parameter: str) -> set[str]:
-    """Return the JSON types that a parameter may have; empty if the schema does not say."""
+    """Return the JSON types that a parameter may have; empty if its schema does not tell."""
     properties = schema.get("properties")
     own = properties.get(parameter) if isinstance(properties, Mapping) else None
     return _types_of(own, depth=0)

@@ -1,4 +1,4 @@
-"""The parser of a generation's text, by the form in which its model writes."""
+"""The parser of a generation's text, according to the output format of its model."""
 
 import re
 from collections.abc import Callable, Generator, Mapping
@@ -16,16 +16,16 @@ _RECIPIENT = re.compile(r"to=(?P<name>[^\s<]+)")
 
 
 class _Passage:
-    """Text of one kind, without the white space at its borders to marks."""
+    """Text of one kind, from which white space next to marks is dropped."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
         self._is_at_mark = False
-        """White space that comes now follows a mark."""
+        """True if no text has come since a mark, so that white space is dropped."""
         self._held = ""
 
     def add(self, text: str) -> None:
-        """Add text; the white space at its end waits for what follows."""
+        """Add text; white space at its end is held back until more follows."""
         if self._is_at_mark:
             text = text.lstrip()
         if not text:
@@ -38,28 +38,28 @@ class _Passage:
             self._emit(kept)
 
     def cut(self) -> None:
-        """Note that a mark follows: white space before it says nothing."""
+        """Drop the white space that was held back, because a mark follows."""
         self._held = ""
         self._is_at_mark = True
 
     def end(self) -> None:
-        """Emit the white space at the end of the whole text."""
+        """Emit the white space that was held back, because the whole text has ended."""
         held, self._held = self._held, ""
         if held:
             self._emit(held)
 
 
 class FormatParser:
-    """Splits a text into answer, reasoning and calls.
+    """A parser that splits a text into answer, reasoning and tool calls.
 
-    A call that is malformed where its name stands is text as it was written; one that breaks off
-    later is a call with the arguments that came. Reasoning may hold calls: models forget its end.
+    A call whose name is malformed is treated as text; one that is incomplete later is a call with
+    the arguments that came. Calls are also found in reasoning, because models forget to end it.
 
     Args:
-        form: how the model writes.
-        tools: JSON Schema of the parameters by the name of each tool; None if calls are text.
-        splits_reasoning: whether reasoning is told apart from the answer.
-        is_thinking: the text begins inside of reasoning, which the prompt has opened.
+        form: output format of the model.
+        tools: JSON Schema of the parameters by name of the tool; None: calls are treated as text.
+        splits_reasoning: True if reasoning is separated from the answer.
+        is_thinking: True if the text begins inside reasoning, which the prompt has opened.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class FormatParser:
         self._run = self._parse_harmony() if form.is_harmony else self._parse()
 
     def feed(self, text: str) -> list[Delta]:
-        """See ``OutputParser``."""
+        """Add text; return the parts of the answer that are now certain."""
         self._source.push(text)
         return self._advance()
 
     def flush(self) -> list[Delta]:
-        """See ``OutputParser``."""
+        """End the text; return the parts that were held back."""
         self._source.end()
         return self._advance()
 
@@ -154,7 +154,7 @@ class FormatParser:
             self._take_left(self._text)
 
     def _take_left(self, passage: _Passage) -> None:
-        """Take what was read and is no call for text."""
+        """Treat text that was read and is no call as text of the passage."""
         text = self._source.recall() + self._reader.left
         self._reader.left = ""
         passage.add(text)
@@ -171,7 +171,9 @@ class FormatParser:
         self._take_left(self._text)
 
     def _parse_harmony(self) -> Reading[None]:
-        """Read messages: a header with channel and recipient, ``<|message|>``, text, an end."""
+        """Read messages in the Harmony format: a header with channel and recipient,
+        ``<|message|>``, text, an end mark.
+        """
         source = self._source
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         while True:

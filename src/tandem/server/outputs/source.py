@@ -1,8 +1,8 @@
-"""The text of a generation as a parser reads it: forward, waiting where more must come.
+"""The text of a generation as parsers read it: forward, waiting where more must arrive.
 
-Parsers are generators that yield when they need more text, so that a syntax reads like one for
-whole texts. Every decision waits until the text that is there can only mean one thing; that makes
-the result independent of how the text was cut.
+Parsers are generators that yield when they need more text, so that they can be written as for a
+whole text. Every decision waits until the text so far allows only one; so the result does not
+depend on how the text was cut.
 """
 
 import re
@@ -13,15 +13,15 @@ __all__ = ["Reading", "TextSource"]
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Yields when more text is needed; returns what was read."""
+"""Generator that yields when it needs more text, and returns what it has read."""
 
 
 class TextSource:
-    """Text that arrives in pieces and is taken from its front."""
+    """A text that arrives in pieces and is read from its front."""
 
     def __init__(self) -> None:
         self.text = ""
-        """Text that has come and was not taken yet."""
+        """Text that has arrived and was not read yet."""
         self.is_ended = False
         self._record: str | None = None
 
@@ -34,29 +34,31 @@ class TextSource:
         self.is_ended = True
 
     def take(self, count: int) -> str:
-        """Take ``count`` characters, which are there."""
+        """Read ``count`` characters, which must have arrived."""
         taken, self.text = self.text[:count], self.text[count:]
         if self._record is not None:
             self._record += taken
         return taken
 
     def give_back(self, text: str) -> None:
-        """Undo the taking of ``text``, which was taken last."""
+        """Undo the reading of ``text``, which was read last."""
         self.text = text + self.text
         if self._record is not None:
             self._record = self._record.removesuffix(text)
 
     def record(self, already: str) -> None:
-        """Begin to remember what is taken, after the text ``already``, which was taken before."""
+        """Begin to record what is read; the record starts with ``already``, which was read
+        before.
+        """
         self._record = already
 
     def recall(self) -> str:
-        """Return what was taken since ``record``, and remember no more."""
+        """Return what was read since ``record``, and stop recording."""
         recorded, self._record = self._record, None
         return recorded if recorded is not None else ""
 
     def wait_for(self, count: int) -> Reading[bool]:
-        """Wait until ``count`` characters are there; False if the text ends before."""
+        """Wait until ``count`` characters have arrived; return False if the text ends before."""
         while len(self.text) < count:
             if self.is_ended:
                 return False
@@ -64,7 +66,7 @@ class TextSource:
         return True
 
     def skip_space(self) -> Reading[None]:
-        """Take white space until something else comes."""
+        """Skip white space until something else arrives."""
         while True:
             stripped = self.text.lstrip()
             self.take(len(self.text) - len(stripped))
@@ -73,7 +75,9 @@ class TextSource:
             yield
 
     def starts_with(self, mark: str) -> Reading[bool]:
-        """Wait until it is certain whether the text goes on with ``mark``; takes nothing."""
+        """Wait until it is certain if the text goes on with ``mark``, and return that; reads
+        nothing.
+        """
         while len(self.text) < len(mark) and mark.startswith(self.text):
             if self.is_ended:
                 return False
@@ -83,13 +87,13 @@ class TextSource:
     def read_until(
         self, marks: Sequence[str], emit: Callable[[str], None] | None = None
     ) -> Reading[str | None]:
-        """Take the text before the first of ``marks``, and that mark.
+        """Read the text before the first of ``marks``, and that mark.
 
         Args:
-            marks: none begins with another.
-            emit: gets the text as soon as it is certain; None drops it.
+            marks: marks to look for; none may begin with another.
+            emit: called with the text as soon as it is certain; None: the text is dropped.
 
-        Returns: the mark, or None if the text ended before.
+        Returns: the mark; None if the text ended before one.
         """
         pattern = re.compile("|".join(re.escape(mark) for mark in marks))
         while True:
@@ -108,14 +112,16 @@ class TextSource:
             yield
 
     def collect_until(self, marks: Sequence[str]) -> Reading[tuple[str, str | None]]:
-        """Take the text before the first of ``marks``, and that mark; return both."""
+        """Read the text before the first of ``marks``, and that mark; return both."""
         parts: list[str] = []
         mark = yield from self.read_until(marks, parts.append)
         return "".join(parts), mark
 
 
 def count_held(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the longest end of ``text`` that may become one of ``marks``."""
+    """Return the length of the longest end of ``text`` that may be the beginning of one of
+    ``marks``.
+    """
     longest = min(max(len(mark) for mark in marks) - 1, len(text))
     for length in range(longest, 0, -1):
         end = text[len(text) - length :]

@@ -1,7 +1,7 @@
-"""Grammars of tool calls, in the forms in which models write them.
+"""Grammars of tool calls, in the formats in which models write them.
 
-The counterpart of the parsers: what such a grammar allows, the parser of the form reads as calls of
-the given tools, with arguments that their schemas allow.
+They are the counterpart of the parsers: a text that such a grammar allows is parsed as calls of the
+given tools, with arguments that their schemas allow.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["WRITTEN_CALLS", "WrittenCalls", "write_calls"]
 
 Literal = Callable[[str], str]
-"""Writes a text as a sequence of Lark, special tokens by their ids."""
+"""Function that writes a text as a sequence of Lark terminals, with special tokens by their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class WrittenCalls:
 
     Args:
         head: before the arguments of a call.
-        tail: after them.
+        tail: after the arguments.
         begin: before the first call.
-        between: between two calls; None if there is but one.
-        end: after the last one.
-        key: before an argument, where they are written one by one; None: they are a JSON object.
-        text_key: before one that is text; None: as ``key``.
+        between: between two calls; None if only one is possible.
+        end: after the last call.
+        key: before an argument, if arguments are written one by one; None: they are a JSON object.
+        text_key: before an argument that is text; None: as ``key``.
         value_end: after an argument.
-        text_end: after one that is text; None: as ``value_end``.
+        text_end: after an argument that is text; None: as ``value_end``.
         comma: between arguments.
-        answer: an answer that may call, where no mark tells a call from its first letter on: Lark
-            around the rule ``calls``, with texts between « and ».
+        answer: Lark for an answer that may be text or calls, in a format where no mark begins a
+            call; it refers to the rule ``calls``, and has texts between « and ».
     """
 
     head: str
@@ -134,7 +134,7 @@ WRITTEN_CALLS: Mapping[str, WrittenCalls] = {
         "final: «<|channel|>final<|message|>» /(.|\\n)*/",
     ),
 }
-"""By the names of ``FORMATS``."""
+"""Texts around calls by name of the format in ``FORMATS``."""
 
 
 def write_calls(
@@ -146,16 +146,17 @@ def write_calls(
     trigger: str = "",
     is_forced: bool = True,
 ) -> str:
-    """Return a grammar of Lark whose texts are calls.
+    """Return a grammar in Lark whose texts are calls of the tools.
 
     Args:
-        written: the form.
+        written: texts around calls.
         literal: see ``Literal``.
-        tools: JSON Schema of the parameters by the name of each tool that may be called.
-        is_parallel: whether there may be more than one call.
-        trigger: the mark with which calls begin, for a grammar that allows text beside calls and
-            instead of them; empty: there is none.
-        is_forced: without a trigger: calls alone, else what the form's ``answer`` says.
+        tools: JSON Schema of the parameters, by name of each tool that may be called.
+        is_parallel: True if there may be more than one call.
+        trigger: mark that begins calls, for a grammar that also allows text beside or instead of
+            calls;
+            empty: there is none.
+        is_forced: without a trigger, True allows calls only, and False what ``answer`` allows.
     """
     rules = _Rules(written, literal, trigger)
     calls = [rules.add_call(name, schema) for name, schema in tools.items()]
@@ -180,7 +181,7 @@ def write_calls(
 
 
 class _Rules:
-    """Collects the rules of a grammar."""
+    """A collector of the rules of a grammar."""
 
     def __init__(self, written: WrittenCalls, literal: Literal, trigger: str) -> None:
         self._written = written
@@ -194,7 +195,9 @@ class _Rules:
             self.lines.append(f"free: FREE {mark}" if is_token else f"free[lazy]: FREE {mark}")
 
     def open(self, text: str) -> str:
-        """Return the literal of a text, without the trigger that stands before it already."""
+        """Return the literal of a text, without the trigger at its beginning, which the grammar has
+        already.
+        """
         return self._literal(text.removeprefix(self._trigger) if self._trigger else text)
 
     def add_call(self, name: str, schema: Mapping[str, Any]) -> str:

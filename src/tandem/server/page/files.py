@@ -1,9 +1,9 @@
-"""The files of the page, each at a path of its own.
+"""The static files of the web page, each served at a path of its own.
 
-The page is data of the package: no build step makes it and no other host is asked. The paths that
-are served are the keys of a dictionary made at the start, so no name in a URL becomes a path of a
-file system. It holds no secret and needs no key: a visitor gives the key to the page, which keeps
-it in memory and sends it to the same endpoints as any client (``PAGE_ENDPOINTS``).
+The page is data of the package: it needs no build step and no other host. The paths that are served
+are keys of a dictionary made at the start, so no URL becomes a path of a file system. The page
+holds no secret and needs no key: the visitor enters the key, which the page keeps in memory and
+sends to the same endpoints as any client (``PAGE_ENDPOINTS``).
 """
 
 import gzip
@@ -28,7 +28,7 @@ PAGE_ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/models",
 )
-"""All that the page reads, by the patterns of ``list_endpoints``; other tools may do the same."""
+"""Endpoints that the page reads, by the patterns of ``list_endpoints``."""
 
 _POLICY = {
     "default-src": "'none'",
@@ -55,7 +55,7 @@ PAGE_HEADERS = {
     "cache-control": "no-cache",
     "vary": "accept-encoding",
 }
-"""Headers of each file of the page."""
+"""HTTP headers of each file of the page."""
 
 _PREFIX = "/page/"
 _MEDIA_TYPES = {
@@ -72,7 +72,7 @@ _MEDIA_TYPES = {
 class _PageFile:
     body: bytes
     packed: bytes
-    """The same by gzip."""
+    """Content compressed by gzip."""
     media_type: str
     etag: str
 
@@ -86,7 +86,7 @@ def list_page_routes() -> list[Route]:
 
 
 def _read_files() -> dict[str, _PageFile]:
-    """Return each file by the path that it is served at; ``index.html`` is at ``/``."""
+    """Return all files by the path at which they are served; ``index.html`` is at ``/``."""
     root = files("tandem.server.page") / "static"
     return {
         "/" if name == "index.html" else _PREFIX + name: _read_file(entry)

@@ -1,1 +1,1 @@
-"""Bodies of requests and responses, as msgspec structs; no behaviour beyond decoding."""
+"""Bodies of HTTP requests and answers as msgspec structs, without behaviour beyond decoding."""

@@ -11,28 +11,28 @@ __all__ = ["AdapterReply", "LoadAdapterRequest", "UnloadAdapterRequest"]
 
 
 _NAME = Meta(extra_json_schema={"pattern": "^[\\w.:/@+-]{1,256}$"})
-"""The same as ``ModelNames.check_adapter_name`` has it."""
+"""Pattern of adapter names, the same as in ``ModelNames.check_adapter_name``."""
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/load_lora_adapter and /load_lora_adapter."""
+    """The body of POST /v1/load_lora_adapter and /load_lora_adapter."""
 
     lora_name: Annotated[fields.Name, _NAME]
-    """The name that requests use for it."""
+    """Name under which requests will ask for the adapter."""
     lora_path: fields.Name
-    """Within the folder of adapters: relative to it, or absolute."""
+    """Path in the folder of adapters, relative to it or absolute."""
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/unload_lora_adapter and /unload_lora_adapter."""
+    """The body of POST /v1/unload_lora_adapter and /unload_lora_adapter."""
 
     lora_name: fields.Name
 
 
 class AdapterReply(msgspec.Struct, kw_only=True):
-    """SGLang's answer to both."""
+    """SGLang's answer to loading and unloading."""
 
     success: bool
     error_message: str = ""
     loaded_adapters: dict[str, str]
-    """Folders by name, of all that are loaded now."""
+    """Folders of all loaded adapters by name."""

@@ -23,14 +23,14 @@ __all__ = [
 
 
 class CacheControl(msgspec.Struct):
-    """The wish that the prompt up to here be cached."""
+    """The request to keep the prompt up to this point in the cache."""
 
     type: str = "ephemeral"
     ttl: Literal["5m", "1h"] | None = None
 
 
 class AnthropicBlock(msgspec.Struct, kw_only=True):
-    """A block of a message, of any type; fields of other types are ignored."""
+    """A block of a message, of any type; fields that belong to other types are ignored."""
 
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
@@ -63,7 +63,7 @@ class AnthropicTool(msgspec.Struct):
 
 
 class AnthropicChoice(msgspec.Struct):
-    """The choice of tools to be called."""
+    """The choice of the tools that may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: fields.Name | None = None
@@ -71,14 +71,14 @@ class AnthropicChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """True if the model is to reason before it answers."""
+    """The switch that makes the model reason before it answers."""
 
     type: str
     budget_tokens: fields.Count | None = None
 
 
 class CountRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/messages/count_tokens."""
+    """The body of POST /v1/messages/count_tokens."""
 
     model: fields.Name | None = None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1, max_length=2**16)]
@@ -87,13 +87,13 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
-    """A pin of the last block."""
+    """The request to keep the whole prompt in the cache."""
     timeout: fields.Timeout | None = None
-    """Seconds; an extension."""
+    """Time limit in seconds; an extension."""
 
 
 class MessagesRequest(CountRequest, kw_only=True):
-    """POST /v1/messages."""
+    """The body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=fields.MAX_COUNT)]
     stream: bool | None = None
@@ -104,20 +104,21 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 
 class CacheCreation(msgspec.Struct):
-    """Tokens that ``cache_control`` asked to be cached, by how long."""
+    """Numbers of tokens that ``cache_control`` asked to keep in the cache, by duration."""
 
     ephemeral_5m_input_tokens: int = 0
     ephemeral_1h_input_tokens: int = 0
 
 
 class AnthropicUsage(msgspec.Struct, kw_only=True):
-    """Tokens of a request."""
+    """Numbers of tokens of a request."""
 
     input_tokens: int
-    """Those of the prompt that the two below do not count."""
+    """Number of prompt tokens that neither ``cache_creation_input_tokens`` nor
+    ``cache_read_input_tokens`` includes."""
     output_tokens: int
     cache_creation_input_tokens: int = 0
-    """Computed, and before the last ``cache_control``."""
+    """Prompt tokens before the last ``cache_control`` that were computed."""
     cache_read_input_tokens: int = 0
     cache_creation: CacheCreation | UnsetType = UNSET
 
@@ -135,7 +136,7 @@ class ReplyBlock(msgspec.Struct, kw_only=True):
 
 
 class MessagesReply(msgspec.Struct, kw_only=True):
-    """An answer; in ``message_start`` without blocks."""
+    """An answer; in the event ``message_start``, without blocks."""
 
     id: str
     type: str = "message"

@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
-"""Endpoints that a batch may ask."""
+"""Endpoints that a batch may call."""
 
 
 class FileObject(msgspec.Struct, kw_only=True):
-    """A file that is kept."""
+    """A stored file."""
 
     id: str
     object: str = "file"
@@ -38,7 +38,7 @@ class FileObject(msgspec.Struct, kw_only=True):
 
 
 class FileList(msgspec.Struct, kw_only=True):
-    """GET /v1/files: the newest first."""
+    """The answer of GET /v1/files: the caller's files, newest first."""
 
     object: str = "list"
     data: list[FileObject]
@@ -46,7 +46,7 @@ class FileList(msgspec.Struct, kw_only=True):
 
 
 class DeletedFile(msgspec.Struct, kw_only=True):
-    """DELETE /v1/files/{id}."""
+    """The answer of DELETE /v1/files/{id}."""
 
     id: str
     object: str = "file"
@@ -54,17 +54,17 @@ class DeletedFile(msgspec.Struct, kw_only=True):
 
 
 class BatchRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/batches."""
+    """The body of POST /v1/batches."""
 
     input_file_id: fields.Name
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,3}[mhd]$")] = "24h"
-    """OpenAI has "24h" alone."""
+    """Time within which it should complete; OpenAI allows only "24h"."""
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 
 
 class BatchCounts(msgspec.Struct):
-    """Requests of a batch."""
+    """Numbers of a batch's requests by state."""
 
     total: int = 0
     completed: int = 0
@@ -81,14 +81,14 @@ class BatchError(msgspec.Struct, kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, kw_only=True):
-    """All of them."""
+    """All reasons why a batch failed as a whole."""
 
     object: str = "list"
     data: list[BatchError]
 
 
 class Batch(msgspec.Struct, kw_only=True):
-    """A batch and how far it is."""
+    """A batch with its state and progress."""
 
     id: str
     object: str = "batch"
@@ -113,7 +113,7 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class BatchList(msgspec.Struct, kw_only=True):
-    """GET /v1/batches: the newest first."""
+    """The answer of GET /v1/batches: the caller's batches, newest first."""
 
     object: str = "list"
     data: list[Batch]

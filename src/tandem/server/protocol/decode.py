@@ -1,7 +1,7 @@
-"""From the bytes of a body to a request struct, or to an error that names the field.
+"""Decoding of a body to a request struct, or to an error that names the field.
 
-msgspec checks types and bounds; this module adds the place of a syntax error or
-of invalid UTF-8, and fields that are known, not supported and must not be ignored.
+msgspec checks types and bounds. This module adds the place of a syntax error or of invalid UTF-8,
+and refuses known fields that are not supported and must not be ignored.
 """
 
 import re
@@ -30,16 +30,19 @@ _SURROGATE = re.compile(
     rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(?P<lone>\\u[dD][89a-fA-F])"
 )
-"""An escaped backslash or a whole pair, which are passed over, or a lone half."""
+"""Pattern of an escaped backslash or a whole surrogate pair, which are skipped, or of a lone
+half."""
 _LONGEST_SCAN = 1 << 16
-"""Bytes that are scanned for the place of a syntax error; beyond, the offset must do."""
+"""Number of bytes that are searched for the place of a syntax error; beyond, the error gives an
+offset."""
 MAX_CONTAINERS = 2**18
-"""Lists and objects of a body. One call decodes all of it and keeps the interpreter's lock
-meanwhile, and the garbage collector looks at each of them, again and again: ten times as many take
-seconds, in which no other client is served. 65,536 messages of parts have three each."""
+"""Largest number of lists and objects in a body. One call decodes a body with the interpreter's
+lock held, and the garbage collector visits each container repeatedly: ten times as many take
+seconds, in which no other client is served. 65,536 messages with parts have three containers each.
+"""
 _CONTAINER_OR_TEXT = re.compile(rb'[\[{]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NEUTRAL = (b"null", b"false", b"[]", b"{}", b'""', b"0")
-"""Values of an unsupported field that ask for nothing."""
+"""Values with which an unsupported field asks for nothing."""
 
 _top_level = msgspec.json.Decoder(dict[str, Raw])
 
@@ -48,8 +51,8 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
     """Decode a JSON body.
 
     Raises:
-        ConfigError: not JSON, not UTF-8, nested too deep, or a field of a wrong type or value,
-            which ``field`` names.
+        ConfigError: the body is not JSON, not UTF-8 or nested too deep, or a field, named by
+            ``field``, has a wrong type or value.
     """
     check_containers(body)
     try:
@@ -95,7 +98,8 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[_T]) -> _T:
 
 
 def check_containers(body: bytes) -> None:
-    """Refuse a body of more lists and objects than ``MAX_CONTAINERS``; texts may hold any bracket.
+    """Check that a body has at most ``MAX_CONTAINERS`` lists and objects; brackets in texts do not
+    count.
 
     Raises:
         ConfigError: there are more.
@@ -113,7 +117,7 @@ def check_containers(body: bytes) -> None:
 
 
 def round_integral(value: Any) -> Any:
-    """Return a decoded JSON value with integers for its floats that are whole, such as 1.0."""
+    """Return a decoded JSON value with floats that are whole, such as 1.0, replaced by integers."""
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list):
@@ -124,15 +128,15 @@ def round_integral(value: Any) -> Any:
 
 
 def refuse_unsupported(body: bytes | Raw, refused: Mapping[str, str], prefix: str = "") -> None:
-    """Refuse fields that would change the answer and that this server does not act on.
+    """Check that a body has no unsupported field that would change the answer.
 
     Args:
-        body: a JSON object that was decoded before.
-        refused: field name to the reason.
+        body: a JSON object, which was decoded before.
+        refused: reason by field name.
         prefix: path of the object, for the error.
 
     Raises:
-        UnsupportedError: naming the field.
+        UnsupportedError: it has one; names the field.
     """
     for name, value in _top_level.decode(body).items():
         reason = refused.get(name)
@@ -148,7 +152,7 @@ def _syntax_error(text: str, body: bytes, offset: int) -> ConfigError:
 
 
 def _field_at(body: bytes, offset: int) -> str:
-    """Return the path of the field that holds byte ``offset``, by scanning what comes before."""
+    """Return the path of the field at byte ``offset``, by scanning the body up to there."""
     path: list[str | int] = []
     key = ""
     for token in _JSON_TOKEN.findall(body[:offset]):

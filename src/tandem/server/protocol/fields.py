@@ -1,7 +1,7 @@
-"""Field types with bounds that several requests share.
+"""Types of fields, with bounds, that several requests share.
 
-Every number is bounded on both sides: JSON integers have no limit of their own, and what reaches
-the engine must fit its message. Bounds are the engine's own (``core.wire``) unless said otherwise.
+Every number has a lower and an upper bound: JSON integers have none, but must fit the engine's
+messages. Bounds are those of ``core.wire`` unless said otherwise.
 """
 
 from typing import Annotated, Any
@@ -40,7 +40,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
 TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
-"""-1 and 0 are all tokens."""
+"""Number of likeliest tokens to sample from; -1 and 0: all."""
 MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
 RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=10.0)]
 FrequencyPenalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -55,19 +55,21 @@ NumChoices = Annotated[int, Meta(ge=1, le=2**16)]
 LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)]
 Timeout = Annotated[float, Meta(ge=0.001, le=7 * 86400.0)]
-"""Seconds. Less than a millisecond is a mistake, often of a number that was rounded to 0."""
+"""Time limit in seconds. Less than a millisecond is taken for a mistake, such as a number rounded
+to 0."""
 Name = Annotated[str, Meta(max_length=1024)]
-"""Model names, request ids, salts: text that is kept, compared or logged."""
+"""A text that is stored, compared or logged, such as a model name, request id or salt."""
 
 FunctionName = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 
 _StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 Stop = _StopText | Annotated[list[_StopText], Meta(max_length=64)]
-"""At most 64 strings of 256 characters: the automaton is built in some 15 ms at worst."""
+"""Stop strings: at most 64 of 256 characters, whose automaton takes at most about 15 ms to
+build."""
 StopTokenIds = Annotated[list[Count], Meta(max_length=1024)]
 TokenIds = list[Count]
 Schema = str | dict[str, Any]
-"""JSON Schema, plain or as text."""
+"""A JSON Schema, as an object or as text."""
 Pattern = Annotated[str, Meta(min_length=1)]
-"""A regular expression or a grammar; llguidance bounds what it takes."""
+"""A regular expression or a grammar; llguidance limits its complexity."""
 Choices = Annotated[list[_StopText], Meta(min_length=1, max_length=4096)]

@@ -9,7 +9,7 @@ __all__ = ["ChangeModels", "HostedModelStatus", "HostedModels"]
 
 
 class ChangeModels(msgspec.Struct, kw_only=True):
-    """POST /models."""
+    """The body of POST /models."""
 
     action: Literal["load", "wake", "sleep", "evict", "pin", "unpin"]
     model: Annotated[str, Meta(min_length=1, max_length=256)]
@@ -21,9 +21,9 @@ class HostedModelStatus(msgspec.Struct, kw_only=True):
     name: str
     state: Literal["new", "waking", "awake", "draining", "asleep", "evicted"]
     need_bytes: int
-    """Memory while it is awake."""
+    """Bytes of memory that it needs while awake."""
     num_live: int
-    """Requests that have not ended."""
+    """Number of requests that have not ended."""
     is_pinned: bool
 
 
@@ -32,4 +32,4 @@ class HostedModels(msgspec.Struct, kw_only=True):
 
     models: list[HostedModelStatus]
     used_bytes: int
-    """Bytes of those that are awake."""
+    """Bytes of memory that awake models need."""

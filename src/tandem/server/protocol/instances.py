@@ -11,15 +11,16 @@ __all__ = ["ChangeInstances", "InstanceList"]
 
 
 class ChangeInstances(msgspec.Struct, kw_only=True):
-    """POST /instances."""
+    """The body of POST /instances."""
 
     action: Literal["role", "drain", "undrain", "restart", "add", "remove"]
     instance: Annotated[str, Meta(max_length=256)] = ""
-    """Name; with ``restart``, empty is all, one after the other."""
+    """Name of the instance; for ``restart``, empty means all, one after the other."""
     role: InstanceRole | None = None
-    """With ``role`` and ``add``."""
+    """New role, for the actions ``role`` and ``add``."""
     patience_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 30.0
-    """Seconds that the requests of an instance get to end before they go on elsewhere."""
+    """Seconds after which an instance's requests that have not ended continue on other
+    instances."""
 
 
 class InstanceList(msgspec.Struct, kw_only=True):

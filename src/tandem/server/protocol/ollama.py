@@ -33,12 +33,12 @@ _KeepAlive = int | float | str
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """Options of sampling; those that concern Ollama's own runner are ignored."""
+    """Options of sampling; options of Ollama's own runner are ignored."""
 
     num_predict: _Limit | None = None
-    """0 and below: all that fits."""
+    """Largest number of output tokens; 0 and below: all that fits."""
     num_ctx: fields.Count | None = None
-    """Tokens of prompt and answer together; more than the server's context is as much as that."""
+    """Largest number of prompt and output tokens; at most the server's context counts."""
     temperature: fields.Temperature | None = None
     top_k: fields.TopK | None = None
     top_p: fields.TopP | None = None
@@ -54,26 +54,26 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
 
 
 class OllamaRequest(msgspec.Struct, kw_only=True):
-    """The fields that chat and generate have in common."""
+    """The common fields of chat and generate."""
 
     model: fields.Name | None = None
     stream: bool | None = None
-    """Unset is a stream."""
+    """True, or unset, for a stream."""
     options: OllamaOptions | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
-    """"json", or a JSON Schema."""
+    """Format of the answer: "json", or a JSON Schema."""
     think: bool | Annotated[str, Meta(max_length=16)] | None = None
-    """A switch, or how hard, for templates that know it."""
+    """Switch, or effort, of reasoning, for templates that support it."""
     keep_alive: _KeepAlive | None = None
-    """Accepted; the model stays."""
+    """Accepted and ignored: the model stays loaded."""
     logprobs: bool | None = None
     top_logprobs: fields.LogprobCount | None = None
     timeout: fields.Timeout | None = None
-    """Seconds; an extension."""
+    """Time limit in seconds; an extension."""
 
 
 class OllamaCallFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The function of a call."""
+    """The function that a tool call names, with its arguments."""
 
     name: fields.Name
     arguments: dict[str, Any]
@@ -100,27 +100,29 @@ class OllamaMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class OllamaChatRequest(OllamaRequest, kw_only=True):
-    """POST /api/chat."""
+    """The body of POST /api/chat."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=2**16)] = []
-    """None: nothing is generated."""
+    """Conversation so far; empty: nothing is generated."""
     tools: Tools | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest, kw_only=True):
-    """POST /api/generate."""
+    """The body of POST /api/generate."""
 
     prompt: str = ""
-    """Empty: nothing is generated."""
+    """Prompt; empty: nothing is generated."""
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
-    """The prompt is not put into the chat template."""
+    """True if the chat template is not applied to the prompt."""
     images: list[str] | None = None
 
 
 class _Reply(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """An answer, or an event of it; only the last has counts and durations, in nanoseconds."""
+    """An answer or one of its events. Only the last event has counts and durations, in
+    nanoseconds.
+    """
 
     model: str
     created_at: str
@@ -129,29 +131,29 @@ class _Reply(msgspec.Struct, kw_only=True, omit_defaults=True):
     total_duration: int | None = None
     load_duration: int | None = None
     prompt_eval_count: int | None = None
-    """All tokens of the prompt, those of a cached prefix too."""
+    """Number of tokens of the prompt, including a cached prefix."""
     prompt_eval_duration: int | None = None
-    """Until the first token, the wait in the queue included."""
+    """Nanoseconds until the first token, including the wait in the queue."""
     eval_count: int | None = None
     eval_duration: int | None = None
     logprobs: list[ChatLogprob] | None = None
 
 
 class ChatReply(_Reply, kw_only=True):
-    """The answer of chat, or an event of it."""
+    """The answer of chat, or one of its events."""
 
     message: OllamaMessage
 
 
 class GenerateReply(_Reply, kw_only=True, omit_defaults=True):
-    """The answer of generate, or an event of it."""
+    """The answer of generate, or one of its events."""
 
     response: str
     thinking: str | None = None
 
 
 class Details(msgspec.Struct, kw_only=True):
-    """The kind of a model."""
+    """Family, size and format of a model."""
 
     parent_model: str = ""
     format: str
@@ -181,23 +183,23 @@ class RunningModel(OllamaModel, kw_only=True):
 
 
 class TagList(msgspec.Struct):
-    """GET /api/tags."""
+    """The answer of GET /api/tags."""
 
     models: list[OllamaModel]
 
 
 class ProcessList(msgspec.Struct):
-    """GET /api/ps."""
+    """The answer of GET /api/ps."""
 
     models: list[RunningModel]
 
 
 class ShowRequest(msgspec.Struct):
-    """POST /api/show."""
+    """The body of POST /api/show."""
 
     model: fields.Name | None = None
     name: fields.Name | None = None
-    """The older name of ``model``."""
+    """Older name of ``model``."""
 
 
 class ShowReply(msgspec.Struct, kw_only=True):
@@ -213,6 +215,6 @@ class ShowReply(msgspec.Struct, kw_only=True):
 
 
 class OllamaVersion(msgspec.Struct):
-    """GET /api/version."""
+    """The answer of GET /api/version."""
 
     version: str

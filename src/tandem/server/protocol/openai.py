@@ -1,6 +1,7 @@
-"""Requests and responses of the OpenAI API, with the extensions that vLLM and SGLang made common.
+"""Requests and answers of the OpenAI API, with the extensions that vLLM and SGLang have made
+common.
 
-Field names are the wire names. Responses leave out what is unset, except where clients read null.
+Field names are the wire names. Answers leave out unset fields, except where clients read null.
 """
 
 from typing import Annotated, Any, Literal
@@ -52,22 +53,24 @@ __all__ = [
 
 
 class StreamOptions(msgspec.Struct):
-    """The facts that a stream reports beside its text."""
+    """The options of a stream: which counts it reports."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct):
-    """The form of the answer: text, json_object or json_schema."""
+    """The format of the answer: text, json_object or json_schema."""
 
     type: str
     json_schema: Any = None
-    """An object with ``schema``, beside OpenAI's ``name`` and ``strict``."""
+    """Object with ``schema``, and perhaps OpenAI's ``name`` and ``strict``."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """The common fields of chat and completions. ``null`` is the same as leaving a field out."""
+    """The common fields of chat completions and completions. ``null`` means the same as leaving a
+    field out.
+    """
 
     model: fields.Name | None = None
     stream: bool | None = None
@@ -97,35 +100,35 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_regex: fields.Pattern | None = None
     guided_choice: fields.Choices | None = None
     guided_grammar: fields.Pattern | None = None
-    """Lark or GBNF."""
+    """Grammar in Lark or GBNF."""
     structured_outputs: dict[str, Any] | None = None
-    """vLLM's newer form of the four above, by their names without "guided_"."""
+    """vLLM's newer form of the four guided fields, by their names without "guided_"."""
     json_schema: fields.Schema | None = None
-    """SGLang's names, to ``ebnf``."""
+    """SGLang's name of ``guided_json``; the next two fields are SGLang's too."""
     regex: fields.Pattern | None = None
     ebnf: fields.Pattern | None = None
     priority: fields.Priority | None = None
     cache_salt: fields.Name | None = None
     timeout: fields.Timeout | None = None
-    """Seconds; the server's own limit holds beside it."""
+    """Time limit in seconds; the server's own limit applies too."""
     request_id: fields.Name | None = None
     rid: fields.Name | None = None
     """SGLang's name of ``request_id``."""
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a message's content; only text is understood."""
+    """A part of a message's content; only text is supported."""
 
     type: str
     text: str | None = None
 
 
 class InputFunction(msgspec.Struct):
-    """The function of a call in an earlier answer."""
+    """The function that a tool call in an earlier answer names, with its arguments."""
 
     name: fields.Name
     arguments: str = ""
-    """A JSON object, as text."""
+    """Arguments as the text of a JSON object."""
 
 
 class InputCall(msgspec.Struct):
@@ -142,25 +145,25 @@ class Function(msgspec.Struct, omit_defaults=True):
     name: fields.FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON Schema of the arguments."""
+    """JSON Schema of the function's arguments."""
     strict: bool | None = None
 
 
 class Tool(msgspec.Struct):
-    """A tool of a request; functions alone are known."""
+    """A tool of a request; only functions are supported."""
 
     function: Function
     type: Literal["function"] = "function"
 
 
 class NamedFunction(msgspec.Struct):
-    """The name in a choice of tool."""
+    """The name of the function in a choice of tool."""
 
     name: fields.Name
 
 
 class NamedChoice(msgspec.Struct):
-    """The one tool that is to be called."""
+    """The choice of one tool that must be called."""
 
     function: NamedFunction
     type: Literal["function"] = "function"
@@ -187,19 +190,20 @@ Messages = Annotated[list[InputMessage], Meta(min_length=1, max_length=2**16)]
 
 
 class ChatRequest(SamplingFields, kw_only=True):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: fields.Count | None = None
     logprobs: bool | None = None
     top_logprobs: fields.LogprobCount | None = None
     reasoning_effort: fields.Name | None = None
-    """Handed to the chat template, which may know it."""
+    """Effort of reasoning, passed to the chat template, which may use it."""
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     prompt_logprobs: fields.LogprobCount | None = None
-    """vLLM's: log-probabilities of the prompt, with so many likeliest tokens at each position."""
+    """vLLM's field: number of likeliest tokens at each position of the prompt to report, with
+    log-probabilities."""
     separate_reasoning: bool | None = None
     """False leaves reasoning in the text, with its marks."""
     modalities: list[str] | None = None
@@ -209,21 +213,22 @@ class ChatRequest(SamplingFields, kw_only=True):
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[Any]
-    """A text, token ids, or a list of either; lists are checked by ``prompts.read_prompts``."""
+    """A text, token ids, or a list of either; ``prompts.read_prompts`` checks lists."""
     suffix: str | None = None
-    """The text behind the answer, for models that fill in the middle."""
+    """Text after the answer, for models that can fill in the middle."""
     echo: bool | None = None
     logprobs: fields.LogprobCount | None = None
     prompt_logprobs: fields.LogprobCount | None = None
-    """vLLM's: log-probabilities of the prompt, with so many likeliest tokens at each position."""
+    """vLLM's field: number of likeliest tokens at each position of the prompt to report, with
+    log-probabilities."""
     add_special_tokens: bool | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """POST /tokenize: of a text, several texts or a conversation."""
+    """The body of POST /tokenize: a text, several texts or a conversation."""
 
     model: fields.Name | None = None
     prompt: str | list[str] | None = None
@@ -237,22 +242,22 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """POST /detokenize."""
+    """The body of POST /detokenize."""
 
     tokens: list[Any]
-    """Token ids, or a list of them; checked by ``prompts.read_prompts``."""
+    """Token ids, or a list of lists of them; ``prompts.read_prompts`` checks them."""
     model: fields.Name | None = None
     skip_special_tokens: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """The origin of the prompt's tokens."""
+    """Numbers of the prompt's tokens by origin."""
 
     cached_tokens: int
 
 
 class Usage(msgspec.Struct):
-    """Tokens of a request, counted as the engine computed them."""
+    """Numbers of tokens of a request, as counted by the engine."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -263,8 +268,8 @@ class Usage(msgspec.Struct):
 class TopLogprob(msgspec.Struct, gc=False):
     """One of the likeliest tokens at a position.
 
-    An answer may have a million of them: the garbage collector, which stops the event loop, is to
-    pass them over.
+    An answer may have a million of these objects, so they are exempt from garbage collection, which
+    would stop the event loop.
     """
 
     token: str
@@ -273,7 +278,7 @@ class TopLogprob(msgspec.Struct, gc=False):
 
 
 class ChatLogprob(TopLogprob, gc=False):
-    """A generated token and the likeliest at its position."""
+    """A generated token and the likeliest tokens at its position."""
 
     top_logprobs: list[TopLogprob]
 
@@ -285,7 +290,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CallFunction(msgspec.Struct):
-    """The function of a call; in a stream, what an event adds to it."""
+    """The function that a tool call names; in a stream, the additions of one event."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
@@ -300,7 +305,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """The addition of an event to a tool call; the first has its id and name."""
+    """The additions of one event to a tool call; the first has its id and name."""
 
     index: int
     id: str | UnsetType = UNSET
@@ -309,7 +314,7 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct):
-    """The answer."""
+    """The message of an answer."""
 
     content: str | None
     role: str = "assistant"
@@ -325,11 +330,11 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     logprobs: ChatLogprobs | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token id that ended the text, if one did."""
+    """Stop string or stop token id that ended the text; None if none did."""
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """The response of chat completions."""
+    """The answer of chat completions."""
 
     id: str
     object: str = "chat.completion"
@@ -342,7 +347,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct):
-    """The addition of a chunk to the message."""
+    """The additions of a chunk to the message."""
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
@@ -377,12 +382,13 @@ class PromptLogprob(msgspec.Struct, gc=False):
 
     logprob: float
     rank: int | None
-    """1 is the likeliest; None for the prompt's own token if it is not among the likeliest."""
+    """Rank of the token, 1 for the likeliest; None if the prompt's token is not among the
+    likeliest."""
     decoded_token: str
 
 
 PromptLogprobList = list[dict[str, PromptLogprob] | None]
-"""By position, then by token id; the first token has none."""
+"""Log-probabilities by position, then by token id; the first token has none."""
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -406,7 +412,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """The response of completions, and each event of its stream."""
+    """The answer of completions, and each event of its stream."""
 
     id: str
     object: str = "text_completion"
@@ -426,12 +432,12 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "tandem"
     root: str
     parent: str | None = None
-    """Parent of an adapter: the model that it belongs to."""
+    """Name of the model to which an adapter belongs; None for a model."""
     max_model_len: int | None
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """GET /v1/models."""
+    """The answer of GET /v1/models."""
 
     object: str = "list"
     data: list[ModelCard]

@@ -36,7 +36,7 @@ Metadata = Annotated[dict[str, str], Meta(max_length=16)]
 
 
 class InputPart(msgspec.Struct, kw_only=True):
-    """A part of the content of an item; only text is understood."""
+    """A part of an item's content; only text is supported."""
 
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
@@ -44,10 +44,10 @@ class InputPart(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """An item of a conversation, of any type; fields of other types are ignored."""
+    """An item of a conversation, of any type; fields that belong to other types are ignored."""
 
     type: Annotated[str, Meta(max_length=64)] | None = None
-    """None is a message."""
+    """Type of the item; None: a message."""
     id: fields.Name | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | list[InputPart] | None = None
@@ -56,14 +56,14 @@ class InputItem(msgspec.Struct, kw_only=True):
     call_id: fields.Name | None = None
     name: fields.Name | None = None
     arguments: str | None = None
-    """Arguments of a function_call: a JSON object, as text."""
+    """Arguments of a function_call, as the text of a JSON object."""
     input: str | None = None
-    """The input of a custom_tool_call."""
+    """Input text of a custom_tool_call."""
     output: str | list[InputPart] | None = None
 
 
 class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A tool; other types than function and custom run at OpenAI and are left out."""
+    """A tool; types other than function and custom run at OpenAI and are left out."""
 
     type: Annotated[str, Meta(max_length=64)]
     name: fields.FunctionName | None = None
@@ -71,7 +71,7 @@ class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None
-    """The form of a custom tool's text."""
+    """Format of a custom tool's input text."""
 
 
 class AllowedTool(msgspec.Struct):
@@ -82,7 +82,7 @@ class AllowedTool(msgspec.Struct):
 
 
 class ToolChoiceObject(msgspec.Struct, kw_only=True):
-    """The tool or the tools that may be called."""
+    """The tool that must be called, or the tools that may be."""
 
     type: Annotated[str, Meta(max_length=64)]
     name: fields.Name | None = None
@@ -91,7 +91,7 @@ class ToolChoiceObject(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
-    """The form of the answer's text: text, json_object or json_schema."""
+    """The format of the answer's text: text, json_object or json_schema."""
 
     type: Annotated[str, Meta(max_length=64)]
     name: fields.Name | UnsetType = UNSET
@@ -101,7 +101,7 @@ class TextFormat(msgspec.Struct, kw_only=True):
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
-    """The form of the answer's text."""
+    """Settings of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: fields.Name | None = None
@@ -121,7 +121,7 @@ class StreamConfig(msgspec.Struct, kw_only=True):
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
-    """POST /v1/responses. ``null`` is the same as leaving a field out."""
+    """The body of POST /v1/responses. ``null`` means the same as leaving a field out."""
 
     model: fields.Name | None = None
     input: str | Annotated[list[InputItem], Meta(max_length=2**16)] | None = None
@@ -143,7 +143,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_logprobs: fields.LogprobCount | None = None
     top_p: fields.TopP | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """A conversation beyond the context is refused either way."""
+    """Accepted; a conversation beyond the context is refused with both values."""
     top_k: fields.TopK | None = None
     seed: fields.Seed | None = None
     stop: fields.Stop | None = None
@@ -151,7 +151,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     cache_salt: fields.Name | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     timeout: fields.Timeout | None = None
-    """Seconds; it and the five above are extensions."""
+    """Time limit in seconds; this field and the five above are extensions."""
 
 
 Status = Literal["in_progress", "completed", "incomplete", "cancelled", "failed", "queued"]
@@ -167,7 +167,7 @@ class TextPart(msgspec.Struct, kw_only=True):
 
 
 class ReasoningPart(msgspec.Struct, kw_only=True):
-    """The text of an item of reasoning."""
+    """The text of a reasoning item."""
 
     type: str = "reasoning_text"
     text: str = ""
@@ -184,7 +184,7 @@ class MessageItem(msgspec.Struct, kw_only=True):
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True):
-    """The model's text before its answer."""
+    """The model's reasoning before its answer."""
 
     type: str = "reasoning"
     id: str
@@ -206,7 +206,7 @@ class CallItem(msgspec.Struct, kw_only=True):
 
 
 class CustomCallItem(msgspec.Struct, kw_only=True):
-    """A call of a tool that takes a text."""
+    """A call of a tool whose input is a text."""
 
     type: str = "custom_tool_call"
     id: str
@@ -220,20 +220,20 @@ OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Sources of the prompt's tokens."""
+    """Numbers of the prompt's tokens by origin."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct):
-    """The answer's tokens that were reasoning, counted event by event."""
+    """Number of the answer's tokens that were reasoning, counted per event."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens of a response."""
+    """Numbers of tokens of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -243,13 +243,13 @@ class ResponseUsage(msgspec.Struct):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why a response is not complete."""
+    """The reason why a response is not complete."""
 
     reason: str
 
 
 class ResponseFailure(msgspec.Struct):
-    """Why a response failed."""
+    """The reason why a response failed."""
 
     code: str
     message: str
@@ -271,7 +271,7 @@ class ResponseDocument(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     model: str
     output: list[Any]
-    """Items; see ``OutputItem``."""
+    """Items of the answer; see ``OutputItem``."""
     parallel_tool_calls: bool
     previous_response_id: str | None
     reasoning: ReasoningConfig
@@ -287,7 +287,7 @@ class ResponseDocument(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):
-    """The answer of DELETE."""
+    """The answer of DELETE /v1/responses/{id}."""
 
     id: str
     object: str = "response"

@@ -1,7 +1,7 @@
-"""Rules for the bodies of requests beside the types of their fields, as JSON Schema.
+"""Rules for request bodies beyond the types of their fields, as JSON Schema.
 
-Handlers check the same and name the field; these are for who reads ``/openapi.json``, people and
-programs that make requests by it. What depends on the model's context is not here.
+Handlers check the same rules and name the field; these are for readers of ``/openapi.json``, both
+people and programs. Rules that depend on the model's context are not here.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ Rule = Mapping[str, Any]
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "minItems": 1, "items": {"$ref": "#/components/schemas/TokenId"}}
-"""``make_document`` defines it: its bound is the vocabulary's."""
+"""Schema of a list of token ids; ``make_document`` defines TokenId, whose bound is the
+vocabulary."""
 
 
 def _list_of(item: Rule) -> Rule:
@@ -32,7 +33,7 @@ def _list_of(item: Rule) -> Rule:
 
 
 def _given(name: str, value: Rule) -> Rule:
-    """Return the rule that a field is there and has such a value."""
+    """Return the rule that a field is present and its value satisfies ``value``."""
     return {"required": [name], "properties": {name: value}}
 
 

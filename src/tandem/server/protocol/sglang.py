@@ -1,7 +1,7 @@
-"""Requests and responses of SGLang's native API.
+"""Requests and answers of SGLang's native API.
 
-Names and defaults are those of SGLang 0.5; what it accepts as one value or a list with one entry a
-prompt is so here too.
+Names and defaults are those of SGLang 0.5. As there, many fields take one value, or a list with one
+entry for each prompt.
 """
 
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 
 class SglangSampling(msgspec.Struct, kw_only=True):
-    """``sampling_params``."""
+    """The object ``sampling_params`` of a request."""
 
     max_new_tokens: fields.Count | None = None
     min_new_tokens: fields.Count | None = None
@@ -40,7 +40,7 @@ class SglangSampling(msgspec.Struct, kw_only=True):
     json_schema: fields.Schema | None = None
     regex: fields.Pattern | None = None
     ebnf: fields.Pattern | None = None
-    """GBNF or Lark."""
+    """Grammar in GBNF or Lark."""
 
 
 _Adapter = Annotated[fields.Name, Meta(min_length=1)]
@@ -48,11 +48,11 @@ _Many = Meta(max_length=2**16)
 
 
 class GenerateRequest(msgspec.Struct, kw_only=True):
-    """POST /generate."""
+    """The body of POST /generate."""
 
     text: str | Annotated[list[str], _Many] | None = None
     input_ids: list[Any] | None = None
-    """Token ids, or a list of them; checked by ``prompts.read_prompts``."""
+    """Token ids, or a list of lists of them; ``prompts.read_prompts`` checks them."""
     sampling_params: SglangSampling | Annotated[list[SglangSampling], _Many] | None = None
     stream: bool | None = None
     return_logprob: bool | Annotated[list[bool], _Many] | None = None
@@ -64,7 +64,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     rid: fields.Name | Annotated[list[fields.Name], _Many] | None = None
     model: fields.Name | None = None
     lora_path: _Adapter | Annotated[list[_Adapter | None], _Many] | None = None
-    """Name of an adapter; in a list, the same for all prompts."""
+    """Name of an adapter; a list must have the same for all prompts."""
     priority: fields.Priority | None = None
     cache_salt: fields.Name | None = None
     extra_key: fields.Name | None = None
@@ -73,7 +73,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """POST /abort_request."""
+    """The body of POST /abort_request."""
 
     rid: fields.Name | None = None
     abort_all: bool = False
@@ -83,7 +83,7 @@ LogprobRow = tuple[float | None, int, str | None]
 
 
 class MetaInfo(msgspec.Struct, kw_only=True):
-    """``meta_info`` of a response."""
+    """The object ``meta_info`` of an answer."""
 
     id: str
     finish_reason: dict[str, Any] | None
@@ -91,7 +91,7 @@ class MetaInfo(msgspec.Struct, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     e2e_latency: float | UnsetType = UNSET
-    """Seconds from arrival; in the last event."""
+    """Seconds from arrival to the end; only in the last event."""
     input_token_logprobs: list[LogprobRow] | UnsetType = UNSET
     input_top_logprobs: list[list[LogprobRow] | None] | UnsetType = UNSET
     output_token_logprobs: list[LogprobRow] | UnsetType = UNSET
@@ -99,10 +99,10 @@ class MetaInfo(msgspec.Struct, kw_only=True):
 
 
 class GenerateResponse(msgspec.Struct, kw_only=True):
-    """One prompt's result; in a stream, everything so far."""
+    """The result of one prompt; in a stream, the whole output so far."""
 
     text: str
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | UnsetType = UNSET
-    """Position among the prompts, in a stream."""
+    """Index among the prompts; only in a stream."""

@@ -1,4 +1,4 @@
-"""Responses about the server itself, and those of its tokenizer. Field names are the wire names."""
+"""Answers about the server itself, and of its tokenizer. Field names are the wire names."""
 
 from typing import Any
 
@@ -21,28 +21,28 @@ __all__ = [
 
 
 class Health(msgspec.Struct):
-    """GET /health, /ping and /live."""
+    """The answer of GET /health, /ping and /live."""
 
     status: str
 
 
 class Readiness(Health):
-    """GET /ready."""
+    """The answer of GET /ready."""
 
     detail: str
     done: int
     total: int
-    """Units of work done of those in this stage; 0 of 0 is unknown."""
+    """Units of work in this stage, of which ``done`` are done; 0: unknown."""
 
 
 class Version(msgspec.Struct):
-    """GET /version."""
+    """The answer of GET /version."""
 
     version: str
 
 
 class ModelInfo(msgspec.Struct, kw_only=True):
-    """GET /model_info, with SGLang's names."""
+    """The answer of GET /model_info, with SGLang's names."""
 
     model_path: str
     tokenizer_path: str
@@ -56,53 +56,55 @@ class ModelInfo(msgspec.Struct, kw_only=True):
 
 
 class ServerInfo(msgspec.Struct, kw_only=True):
-    """GET /server_info."""
+    """The answer of GET /server_info."""
 
     version: str
     served_model_name: str
     config: dict[str, Any]
     """The server's settings without secrets."""
     instance: InstanceInfo | None
-    """Instance of the first instance that serves; all are alike but for their names."""
+    """Facts about the first instance that serves; the others differ only in their names."""
     stats: InstanceStats | None
-    """Sums over all instances."""
+    """Statistics summed over all instances."""
     stage: StageChanged
     instances: list[InstanceStatus]
     store: StoreStatus | None
-    """Store of the server's own store; None: it runs none."""
+    """State of the server's own store; None: it runs none."""
     max_total_num_tokens: int
     internal_states: list[Any] = []
-    """SGLang's benchmark client looks for a list here."""
+    """Empty list, because SGLang's benchmark client expects one."""
 
 
 class FlushReply(msgspec.Struct):
-    """GET or POST /flush_cache."""
+    """The answer of GET or POST /flush_cache."""
 
     success: bool
     num_freed_blocks: int
 
 
 class AbortReply(msgspec.Struct):
-    """POST /abort_request."""
+    """The answer of POST /abort_request."""
 
     num_aborted: int
 
 
 class TokenizeReply(msgspec.Struct, kw_only=True):
-    """POST /tokenize; every field is a list with one entry a prompt where prompts were a list."""
+    """The answer of POST /tokenize. If prompts were a list, every field is a list with one entry
+    for each.
+    """
 
     tokens: list[Any]
-    """Token ids, or lists of them."""
+    """Token ids, or a list of lists of them."""
     count: int | list[int]
     max_model_len: int | None
     token_strs: list[Any] | None
-    """The tokens as the vocabulary spells them, if asked for."""
+    """Tokens as spelled in the vocabulary, if asked for."""
 
 
 class DetokenizeReply(msgspec.Struct):
-    """POST /detokenize; lists where lists were sent."""
+    """The answer of POST /detokenize. If lists were sent, fields are lists."""
 
     prompt: str | list[str]
-    """vLLM's name."""
+    """Text, under vLLM's name."""
     text: str | list[str]
-    """SGLang's name."""
+    """Text, under SGLang's name."""

@@ -11,14 +11,14 @@ __all__ = ["RecordTraffic", "TrafficReply"]
 
 
 class RecordTraffic(msgspec.Struct, kw_only=True):
-    """POST /traffic."""
+    """The body of POST /traffic."""
 
     action: Literal["start", "read", "stop"]
-    """stop reads what is left, and ends the recording."""
+    """``stop`` returns the remaining rows and ends the recording."""
     recording: Annotated[str, Meta(max_length=64)] = ""
-    """Name, as ``start`` gave it."""
+    """Name of the recording, as ``start`` returned it."""
     block_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = BLOCK_TOKENS
-    """With ``start``: tokens that one hash stands for."""
+    """Number of tokens per hash, for ``start``."""
 
 
 class TrafficReply(msgspec.Struct, kw_only=True):
@@ -26,7 +26,8 @@ class TrafficReply(msgspec.Struct, kw_only=True):
 
     recording: str
     rows: list[TraceRow] = []
-    """Rows of the requests that ended since the last answer, in that order; times from the
-    start."""
+    """Rows of the requests that have ended since the last answer, in order of their ends; times
+    count from the recording's start."""
     num_lost: int = 0
-    """Requests of the whole recording that no row tells of, because nobody asked in time."""
+    """Number of requests of the whole recording without a row, because rows were not read in
+    time."""

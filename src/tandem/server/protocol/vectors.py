@@ -29,34 +29,34 @@ _Texts = str | Annotated[list[str], Meta(min_length=1, max_length=2**16)]
 
 
 class PoolingRequest(msgspec.Struct, kw_only=True):
-    """The fields that requests for vectors have in common."""
+    """The common fields of requests for vectors."""
 
     model: fields.Name | None = None
     priority: fields.Priority | None = None
     request_id: fields.Name | None = None
     timeout: fields.Timeout | None = None
-    """Seconds."""
+    """Time limit in seconds."""
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True):
-    """POST /v1/embeddings."""
+    """The body of POST /v1/embeddings."""
 
     input: str | list[Any]
-    """A text, token ids, or a list of either; lists are checked by ``prompts.read_prompts``."""
+    """A text, token ids, or a list of either; ``prompts.read_prompts`` checks lists."""
     encoding_format: Literal["float", "base64"] | None = None
-    """base64 is of little-endian float32."""
+    """Encoding of the vector; base64 is over little-endian float32."""
     dimensions: _Dimensions | None = None
-    """The first so many numbers, normalised again."""
+    """Number of leading elements to return, normalised again."""
     user: str | None = None
     add_special_tokens: bool | None = None
     pooling: Literal["last", "mean"] | None = None
-    """An extension; unset: as the checkpoint says, the last token if it says nothing."""
+    """Kind of pooling, an extension; unset: the checkpoint's, or else the last token's."""
     normalize: bool | None = None
-    """An extension; unset is true."""
+    """True, or unset, to scale vectors to length 1; an extension."""
 
 
 class VectorUsage(msgspec.Struct):
-    """Tokens of a request."""
+    """Numbers of tokens of a request."""
 
     prompt_tokens: int
     total_tokens: int
@@ -80,12 +80,12 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 
 
 class EmbedRequest(msgspec.Struct, kw_only=True):
-    """POST /api/embed, Ollama's."""
+    """The body of Ollama's POST /api/embed."""
 
     input: _Texts
     model: fields.Name | None = None
     truncate: bool | None = None
-    """Unset is true: what is beyond the context is left out."""
+    """True, or unset, to cut a text that exceeds the context."""
     dimensions: _Dimensions | None = None
     options: dict[str, Any] | None = None
     keep_alive: int | float | str | None = None
@@ -103,7 +103,9 @@ class EmbedReply(msgspec.Struct, kw_only=True):
 
 
 class ScoreRequest(PoolingRequest, kw_only=True):
-    """POST /v1/score: of each pair, or of one text with each of the others."""
+    """The body of POST /v1/score, which asks for scores of pairs of texts, or of one text with each
+    of several.
+    """
 
     text_1: _Texts | None = None
     text_2: _Texts | None = None
@@ -112,7 +114,7 @@ class ScoreRequest(PoolingRequest, kw_only=True):
     documents: _Texts | None = None
     """vLLM's newer name of ``text_2``."""
     use_activation: bool | None = None
-    """False gives logits; unset is true, the sigmoid."""
+    """True, or unset, for the sigmoid of the logit; False for the logit."""
 
 
 class Score(msgspec.Struct, kw_only=True):
@@ -141,19 +143,19 @@ class Document(msgspec.Struct):
 
 
 class RerankRequest(PoolingRequest, kw_only=True):
-    """POST /v1/rerank, in the form of Jina and Cohere."""
+    """The body of POST /v1/rerank, in the form of Jina and Cohere."""
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1, max_length=2**16)]
     top_n: fields.Count | None = None
-    """0 and unset are all."""
+    """Number of best documents to return; 0 and unset: all."""
     return_documents: bool | None = None
-    """Unset is true."""
+    """True, or unset, to return the documents' texts."""
     use_activation: bool | None = None
 
 
 class RankedDocument(msgspec.Struct, kw_only=True):
-    """A document and how well it answers the query."""
+    """A document and its score as an answer to the query."""
 
     index: int
     relevance_score: float
@@ -161,7 +163,7 @@ class RankedDocument(msgspec.Struct, kw_only=True):
 
 
 class RerankReply(msgspec.Struct, kw_only=True):
-    """The response of rerank: the best first."""
+    """The answer of rerank, best document first."""
 
     id: str
     model: str

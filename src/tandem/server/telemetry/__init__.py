@@ -1,1 +1,1 @@
-"""The server's reports of itself: metrics, timelines, spans, the load log."""
+"""The server's reports about itself: metrics, timelines, spans, the load log."""

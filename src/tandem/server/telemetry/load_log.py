@@ -1,4 +1,4 @@
-"""The load log: every few seconds, while there is any, one line of what the instance does."""
+"""The load log: a line every few seconds about the instances' work, while there is any."""
 
 import asyncio
 import logging
@@ -13,17 +13,17 @@ _logger = logging.getLogger(__name__)
 
 
 class LoadReport:
-    """Rates between one reading of an instance's counters and the next. Pure: time is given."""
+    """Rates between two readings of an instance's counters. Pure: time is an argument."""
 
     def __init__(self) -> None:
         self._last: tuple[float, InstanceStats] | None = None
 
     def describe(self, stats: InstanceStats | None, now_s: float) -> str | None:
-        """Return the line's text, None without load.
+        """Return the text of the line; None without load.
 
         Args:
-            stats: None while the instance is down, after which its counters restart at 0.
-            now_s: when they were read.
+            stats: counters; None while the instance is down, after which they restart at 0.
+            now_s: time at which they were read, monotonic seconds.
         """
         last, self._last = self._last, None if stats is None else (now_s, stats)
         if stats is None or last is None:

@@ -1,8 +1,8 @@
-"""Prometheus metrics: one table, one registry per application.
+"""Prometheus metrics: one table of them, and one registry per application.
 
-Names are vLLM's or, where it has none, SGLang's, which dashboards know, under our prefix. The
-engine's counters are read when the page is scraped; latencies are observed here, where clients see
-them. ``METRICS`` is the source of ``docs/reference/metrics.md``, and a test compares the two.
+Names are vLLM's or else SGLang's, which dashboards know, under our prefix. The engine's counters
+are read when the page is scraped; latencies are measured here, where clients see them. ``METRICS``
+is the source of ``docs/reference/metrics.md``, and a test compares the two.
 """
 
 import platform
@@ -33,13 +33,13 @@ _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144
 
 
 class MetricSpec(NamedTuple):
-    """A row of the table."""
+    """A row of the table of metrics."""
 
     name: str
     kind: str
     labels: tuple[str, ...]
     unit: str
-    """Empty: a pure number."""
+    """Unit; empty: a number without unit."""
     help: str
     buckets: tuple[float, ...] = ()
 
@@ -47,7 +47,8 @@ class MetricSpec(NamedTuple):
 PREFIX = "tandem:"
 _MODEL = ("model_name",)
 _INSTANCE = ("model_name", "engine", "role")
-"""Prometheus itself uses the label ``instance`` for the address that it scrapes."""
+"""Labels of metrics of one instance. Prometheus itself uses the label ``instance`` for the address
+that it scrapes."""
 
 
 def _show_stat(stat: StatSpec) -> MetricSpec:
@@ -228,7 +229,7 @@ class ServerMetrics:
     """The metrics of one application.
 
     Args:
-        model_name: the label of this model's series.
+        model_name: label of this model's series.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -239,7 +240,7 @@ class ServerMetrics:
         self._fallbacks: Mapping[str, int] = {}
         self._margins: Mapping[str, float] = {}
         self.num_in_flight = 0
-        """Maintained by the admission gate; the loop is the only writer."""
+        """Number of HTTP requests being handled; only the admission gate writes it."""
         specs = {spec.name.removeprefix("tandem:"): spec for spec in METRICS}
         self.time_to_first_token = self._histogram(specs["time_to_first_token_seconds"])
         self.inter_token_latency = self._histogram(specs["inter_token_latency_seconds"])
@@ -274,11 +275,11 @@ class ServerMetrics:
         self._finished.labels(self._model_name, reason).inc()
 
     def count_slo(self, outcome: str) -> None:
-        """Count a generation that had objectives."""
+        """Count the outcome of a generation with latency objectives."""
         self._slo.labels(self._model_name, outcome).inc()
 
     def count_http(self, route: str, status: int) -> None:
-        """Count an answer; ``route`` is a route's pattern, of which there are few."""
+        """Count an HTTP answer; ``route`` is a route's pattern, so that there are few series."""
         self._http.labels(route, str(status)).inc()
 
     def render(
@@ -288,13 +289,13 @@ class ServerMetrics:
         fallbacks: Mapping[str, int] | None = None,
         margins: Mapping[str, float] | None = None,
     ) -> bytes:
-        """Return the page.
+        """Return the metrics in Prometheus' text format.
 
         Args:
-            stats: sums over the instances; None while all are down.
-            instances: all of them.
-            fallbacks: of requests, by reason.
-            margins: of admission on predicted times, by time.
+            stats: statistics summed over the instances; None while all are down.
+            instances: all instances.
+            fallbacks: number of requests that moved to another instance, by reason.
+            margins: admission's margins on predictions, by kind of time.
         """
         self._stats, self._instances = stats, instances
         self._fallbacks = {} if fallbacks is None else fallbacks
@@ -302,7 +303,7 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
     def collect_engine(self) -> Iterator[Metric]:
-        """Yield the metrics that are read rather than observed."""
+        """Yield the metrics whose values are read from the engine."""
         values: dict[str, float | Mapping[str, float]] = {
             "tandem:http_requests_in_flight": self.num_in_flight,
             "tandem:request_fallbacks_total": self._fallbacks,
@@ -336,7 +337,7 @@ class ServerMetrics:
 
 
 def _split_hits(stats: InstanceStats) -> dict[str, int]:
-    """Prompt tokens found, by the tier that held them."""
+    """Return the number of prompt tokens found in a cache, by tier."""
     return {
         "device": stats.prefix_hit_tokens - stats.store_hit_tokens,
         "store": stats.store_hit_tokens,
@@ -344,7 +345,7 @@ def _split_hits(stats: InstanceStats) -> dict[str, int]:
 
 
 def merge_pages(pages: Sequence[bytes]) -> bytes:
-    """Return the pages of several models as one: a family once, of equal series the first."""
+    """Return the metrics pages of several models as one, without duplicate lines."""
     if len(pages) == 1:
         return pages[0]
     families: dict[bytes, dict[bytes, bytes]] = {}
@@ -370,7 +371,7 @@ class _EngineCollector(Collector):
 
 
 class RequestTimer:
-    """Observes the latencies of one generation, from when its HTTP request was read."""
+    """The timer of one generation's latencies, from when its HTTP request was read."""
 
     __slots__ = (
         "_arrived_s",
@@ -397,7 +398,7 @@ class RequestTimer:
         """Seconds from arrival to the end; None while it runs."""
         self.reason: str | None = None
         self.num_tokens = 0
-        """Tokens generated, known at the end."""
+        """Number of generated tokens, set at the end."""
 
     @property
     def elapsed_s(self) -> float:
@@ -410,7 +411,9 @@ class RequestTimer:
         return None if self._first_s is None else self._first_s - self._arrived_s
 
     def see_output(self, queue_s: float | None) -> None:
-        """Note that tokens came; ``queue_s`` is the engine's word with the first of them."""
+        """Record that tokens have arrived; ``queue_s`` is the engine's queue time, with the first
+        tokens.
+        """
         now_s = self._clock.now_s()
         metrics = self._metrics
         if self._last_s is None:
@@ -425,7 +428,7 @@ class RequestTimer:
         self._last_s = now_s
 
     def see_end(self, reason: str, prompt_len: int, num_tokens: int) -> None:
-        """Note that the generation ended."""
+        """Record that the generation has ended."""
         self.end_s, self.reason, self.num_tokens = self.elapsed_s, reason, num_tokens
         self._metrics.e2e_latency.observe(self.end_s)
         if self._first_s is not None:
@@ -438,7 +441,9 @@ class RequestTimer:
             self._metrics.count_slo(outcome)
 
     def _judge(self, reason: str, num_tokens: int) -> str | None:
-        """Say whether the objectives were kept; None: there were none, or nobody waited."""
+        """Return the outcome of the latency objectives; None: there were none, or no client
+        waited.
+        """
         slo, first_s = self._slo, self.first_token_s
         if (slo.ttft_s is None and slo.tpot_s is None) or reason == "abort":
             return None

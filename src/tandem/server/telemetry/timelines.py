@@ -1,7 +1,7 @@
-"""The log of the server's requests, for ``tandem explain``: the last ones, by owner and name.
+"""The last requests of the server, by owner and name, for ``tandem explain``.
 
-No prompt and no answer is kept: digests, counts and times. One ring for all, bounded by the number
-of generations, however many requests come.
+No prompt and no answer is kept, only digests, counts and times. One ring holds all requests,
+limited by the number of their generations.
 """
 
 import hashlib
@@ -29,44 +29,44 @@ _DIGEST_BYTES = 16
 
 
 class Origin(NamedTuple):
-    """The caller's key digest, and the time of arrival."""
+    """The origin of a request: digest of its key, time of arrival, headers."""
 
     arrived_s: float
     arrived_at: float
-    """Unix seconds."""
+    """Time of arrival in Unix seconds."""
     owner: bytes
-    """Digest of the API key; empty where none is asked for."""
+    """Digest of the API key; empty if the server needs no keys."""
     request_id: str
     path: str
     traceparent: str
-    """The header, unchecked; empty without one."""
+    """Header ``traceparent``, unchecked; empty if there is none."""
     headers: Mapping[str, str] = MappingProxyType({})
-    """All of them; read for the objectives of the request."""
+    """All headers; the request's latency objectives are read from them."""
 
 
 class SharingIdentity(NamedTuple):
-    """The facts that must be equal for two requests to share KV, beside their tokens."""
+    """The facts, beside their tokens, that must be equal for two requests to share KV."""
 
     cache_salt: bytes
     model: str
-    """The system fingerprint."""
+    """System fingerprint of the model."""
     process: int
-    """Id of the instance's process, with which unstored KV is gone."""
+    """Process id of the instance, because KV that is not stored is lost with the process."""
 
 
 @dataclass(slots=True, eq=False)
 class ChoiceRecord:
-    """One generation."""
+    """The record of one generation."""
 
     request_id: str
-    """Id of the engine."""
+    """Id of the generation at the engine."""
     timer: RequestTimer
     prompt_tokens: int
     head: bytes
-    """Digest of the first block of the prompt; empty for a shorter one."""
+    """Digest of the first block of the prompt; empty if the prompt is shorter."""
 
     def describe(self, index: int, submitted_s: float) -> ChoiceTimeline:
-        """Return the server's part."""
+        """Return the server's part of the generation's timeline."""
         timer = self.timer
         return ChoiceTimeline(
             index=index,
@@ -81,34 +81,34 @@ class ChoiceRecord:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One HTTP request."""
+    """The record of one HTTP request."""
 
     name: str
-    """Id of the answer."""
+    """Id of the answer that the client got."""
     origin: Origin
     identity: SharingIdentity
     submitted_s: float
-    """Seconds from arrival until its prompts were tokens and were sent to an instance."""
+    """Seconds from arrival until its prompts were encoded and sent to an instance."""
     choices: list[ChoiceRecord]
 
     def refuse(self, reason: str, now_s: float) -> None:
-        """Note that the engine did not take it, ``now_s`` seconds after arrival."""
+        """Record that the engine refused it, ``now_s`` seconds after its arrival."""
         for choice in self.choices:
             if choice.timer.end_s is None:
                 choice.timer.end_s, choice.timer.reason = now_s, reason
 
     @property
     def is_ended(self) -> bool:
-        """True if nothing of it runs."""
+        """True if none of its generations runs."""
         return all(choice.timer.end_s is not None for choice in self.choices)
 
     def describe(
         self, instances: dict[str, list[InstanceTimeline]], now_s: float
     ) -> RequestTimeline:
-        """Return the message.
+        """Return the request's timeline.
 
         Args:
-            instances: what instances tell, by the engine's id.
+            instances: the instances' timelines by id at the engine.
             now_s: seconds since arrival.
         """
         choices = [
@@ -146,10 +146,11 @@ def _join(choice: ChoiceTimeline, instances: list[InstanceTimeline]) -> ChoiceTi
 
 
 class TimelineRing:
-    """The last requests.
+    """The records of the last requests.
 
     Args:
-        capacity: generations in all; the oldest requests go first, running ones too.
+        capacity: number of generations in all; the oldest requests are dropped first, running ones
+            too.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -162,7 +163,9 @@ class TimelineRing:
         return self._num_choices
 
     def add(self, record: RequestRecord) -> None:
-        """Remember a request under both of its names; the latest of a name is the one found."""
+        """Add a request under both of its names; of several with one name, ``find`` returns the
+        latest.
+        """
         self._records.append(record)
         self._num_choices += len(record.choices)
         for key in _list_keys(record):
@@ -179,10 +182,10 @@ class TimelineRing:
         return self._by_name.get((owner, name))
 
     def find_other_identity(self, record: RequestRecord, head: bytes) -> str | None:
-        """Return what kept a prompt from sharing with an earlier one that began alike.
+        """Return the fact that kept a prompt from sharing KV with an earlier one that begins alike.
 
-        Only requests of the same owner are looked at. None if none began alike, or one had the same
-        identity, so that something else is the reason.
+        Only requests of the same owner are considered. None if no earlier prompt begins alike, or
+        one with the same identity does, so that the reason is another.
         """
         found: str | None = None
         for other in self._records:
@@ -213,7 +216,7 @@ def _name_difference(a: SharingIdentity, b: SharingIdentity) -> str | None:
 
 
 def digest_head(prompt_ids: Sequence[int], block_size: int) -> bytes:
-    """Return a digest of the first block of a prompt; empty for a shorter prompt."""
+    """Return a digest of the first block of a prompt; empty if the prompt is shorter."""
     if len(prompt_ids) < block_size:
         return b""
     packed = struct.pack(f"<{block_size}i", *prompt_ids[:block_size])
@@ -221,5 +224,5 @@ def digest_head(prompt_ids: Sequence[int], block_size: int) -> bytes:
 
 
 def digest_text(text: str) -> bytes:
-    """Return a digest of a text of the client."""
+    """Return a digest of a text that a client sent."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:_DIGEST_BYTES]

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of requests: what ``tandem explain`` tells, sent to a collector.
+"""OpenTelemetry spans of requests: their timelines, sent to a collector.
 
-A request's spans are written when it has ended, from its ``RequestTimeline``, so that they cost
-nothing while it runs. The SDK sends them from a thread of its own and drops them if the collector
-does not take them. They carry no token of a prompt or an answer.
+Spans are written when a request has ended, from its ``RequestTimeline``, so that they cost nothing
+while it runs. The SDK sends them from its own thread, and drops them if the collector does not
+accept them. They carry no token of a prompt or an answer.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ CollectTimeline = Callable[[RequestRecord], Awaitable[RequestTimeline]]
 _logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 256
-"""Ended requests whose timelines are being collected; further ones get no spans."""
+"""Largest number of ended requests whose timelines are being collected; more get no spans."""
 _CLOSE_TIMEOUT_S = 2.0
 _EXPORT_TIMEOUT_S = 5.0
 _SECOND_NS = 1_000_000_000
@@ -37,15 +37,15 @@ _SECOND_NS = 1_000_000_000
 def make_tracer(
     endpoint: str | None, model: str, collect: CollectTimeline
 ) -> "RequestTracer | None":
-    """Return what sends spans to an OTLP/HTTP endpoint; None without one.
+    """Return a tracer that sends spans to an OTLP/HTTP endpoint; None if ``endpoint`` is None.
 
     Args:
-        endpoint: its address.
-        model: reported name of what is served.
+        endpoint: address of the collector.
+        model: reported name of the model.
         collect: returns the timeline of a request.
 
     Raises:
-        ConfigError: the endpoint is no HTTP address, or the packages are not installed.
+        ConfigError: the endpoint is not an HTTP address, or the packages are not installed.
     """
     if endpoint is None:
         return None
@@ -68,13 +68,13 @@ def make_tracer(
 
 
 class RequestTracer:
-    """Collects the timelines of ended requests and writes their spans.
+    """The tracer, which collects timelines of ended requests and writes their spans.
 
-    On the server's event loop alone.
+    Used on the server's event loop only.
 
     Args:
-        provider: of the SDK; owned, shut down by ``close``.
-        model: reported name of what is served.
+        provider: tracer provider of the SDK; owned, shut down by ``close``.
+        model: reported name of the model.
         collect: returns the timeline of a request.
     """
 
@@ -86,7 +86,7 @@ class RequestTracer:
         self._pending: set[asyncio.Task[None]] = set()
 
     def trace(self, record: RequestRecord) -> None:
-        """Write the spans of a request that has ended, soon."""
+        """Start to collect and write the spans of a request that has ended."""
         if len(self._pending) >= _MAX_PENDING:
             _logger.debug("event=spans_dropped pending=%d", len(self._pending))
             return
@@ -99,7 +99,7 @@ class RequestTracer:
         write_spans(self._tracer, told, record.origin.traceparent, self._model)
 
     async def close(self) -> None:
-        """Write and send what is pending, within seconds."""
+        """Write and send the pending spans, within seconds."""
         if self._pending:
             await asyncio.wait(self._pending, timeout=_CLOSE_TIMEOUT_S)
         for task in self._pending:
@@ -112,11 +112,12 @@ class RequestTracer:
 
 
 def write_spans(tracer: "Tracer", told: RequestTimeline, traceparent: str, model: str) -> None:
-    """Write one request as a tree of spans with the times of its timeline.
+    """Write one request as a tree of spans, with the times of its timeline.
 
-    ``POST {path}`` holds ``tokenize`` and, for each choice, ``generate``, which holds what the
-    instances did: ``queue``, ``load_kv``, ``prefill``, ``decode``. Attributes that the semantic
-    conventions for generative AI have are called as there; ours begin with ``tandem.``.
+    ``POST {path}`` contains ``tokenize`` and, for each choice, ``generate``, which contains the
+    phases at the instances: ``queue``, ``load_kv``, ``prefill``, ``decode``. Attributes are named
+    by the semantic conventions for generative AI where these have a name; ours begin with
+    ``tandem.``.
     """
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -159,7 +160,7 @@ def _write_choice(
 def _write_instance(
     writer: "_SpanWriter", told: InstanceTimeline, begin_s: float, parent: "Context"
 ) -> None:
-    """Write the phases at one instance, whose times count from when it got the request."""
+    """Write the phases at one instance, whose times count from the request's arrival there."""
     common: dict[str, AttributeValue] = {
         "tandem.instance": told.instance,
         "tandem.role": told.role,
@@ -196,7 +197,7 @@ def _write_instance(
 
 
 class _SpanWriter:
-    """Writes spans whose times are seconds since a request's arrival."""
+    """A writer of spans whose times are given in seconds since a request's arrival."""
 
     def __init__(self, tracer: "Tracer", arrived_ns: int) -> None:
         self._tracer = tracer
@@ -212,7 +213,7 @@ class _SpanWriter:
         *,
         is_root: bool = False,
     ) -> "Context":
-        """Write a span; return the context for those that it holds."""
+        """Write a span; return the context for its child spans."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         span = self._tracer.start_span(

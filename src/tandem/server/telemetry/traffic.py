@@ -1,8 +1,8 @@
-"""Recordings of the traffic: who records, and the requests that ended since it asked last.
+"""Recordings of traffic: the requests that have ended since each recorder last asked.
 
-Prompts are kept as the generation had them until their row is made, which is when the recorder
-asks; one that does not ask is forgotten with all that waits for it. On the event loop, but for
-``Recording.make_rows``, which hashes and may run on a thread.
+Prompts are kept as token ids until the recorder asks for rows, which then get hashes. A recorder
+that does not ask in time is dropped, with the requests waiting for it. Everything runs on the event
+loop, except ``Recording.make_rows``, which may run on a thread.
 """
 
 import secrets
@@ -19,20 +19,20 @@ __all__ = ["EndedRequest", "Recording", "TrafficLog"]
 
 MAX_RECORDINGS = 4
 IDLE_S = 120.0
-"""Seconds without a question after which a recording is over."""
+"""Seconds without a request for rows after which a recording ends."""
 MAX_WAITING_TOKENS = 1 << 22
-"""Tokens of prompts whose rows nobody has asked for; what comes on top is counted as lost."""
+"""Largest number of prompt tokens that wait for the recorder; further requests count as lost."""
 _SECRET_BYTES = 32
 
 
 class EndedRequest(NamedTuple):
-    """A generation that has ended, as a recording needs it."""
+    """The data of an ended generation that a recording needs."""
 
     arrived_s: float
     prompt_ids: Sequence[int]
     output_length: int
     realm: str
-    """Adapter and cache salt: prompts of different realms share no KV."""
+    """Adapter and cache salt; prompts of different realms share no KV."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Recording:
     num_lost: int = 0
 
     def put(self, ended: EndedRequest) -> None:
-        """Keep a request that arrived after the recording began."""
+        """Add an ended request, if it arrived after the recording began."""
         if ended.arrived_s < self.begin_s:
             return
         num_tokens = self.num_waiting_tokens + len(ended.prompt_ids)
@@ -58,14 +58,14 @@ class Recording:
         self.waiting.append(ended)
 
     def take(self) -> list[EndedRequest]:
-        """Return what waits, and keep it no longer."""
+        """Return the waiting requests and remove them."""
         taken = list(self.waiting)
         self.waiting.clear()
         self.num_waiting_tokens = 0
         return taken
 
     def make_rows(self, ended: Sequence[EndedRequest]) -> list[TraceRow]:
-        """Return the rows of requests; one thread at a time."""
+        """Return the trace rows of requests; call it on one thread at a time."""
         return [
             self.hasher.make_row(
                 each.arrived_s - self.begin_s, each.prompt_ids, each.output_length, each.realm
@@ -82,13 +82,13 @@ class TrafficLog:
 
     @property
     def is_recorded(self) -> bool:
-        """True if anybody records."""
+        """True if there is any recording."""
         return bool(self._recordings)
 
     def start(self, now_s: float, block_tokens: int) -> str:
         """Begin a recording; return its name.
 
-        Raises: CapacityError (as many as may be are under way).
+        Raises: CapacityError (too many recordings are in progress).
         """
         self._forget_idle(now_s)
         if len(self._recordings) >= MAX_RECORDINGS:
@@ -100,9 +100,9 @@ class TrafficLog:
         return name
 
     def find(self, name: str, now_s: float) -> Recording:
-        """Return a recording by its name, and note that it was asked for.
+        """Return a recording by its name, and restart its idle time.
 
-        Raises: NotFoundError (there is none, or it was idle for too long).
+        Raises: NotFoundError (there is none, or it was idle too long).
         """
         self._forget_idle(now_s)
         recording = self._recordings.get(name)
@@ -113,11 +113,11 @@ class TrafficLog:
         return recording
 
     def stop(self, name: str) -> None:
-        """Forget a recording; an unknown one is ignored."""
+        """End a recording; an unknown name is ignored."""
         self._recordings.pop(name, None)
 
     def note_end(self, ended: EndedRequest, now_s: float) -> None:
-        """Tell every recording of a request that has ended."""
+        """Add an ended request to every recording."""
         self._forget_idle(now_s)
         for recording in self._recordings.values():
             recording.put(ended)

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizers, chat templates, detokenizing, stop strings."""
+"""Conversion between text and tokens: chat templates, stop strings, and threads for such work."""

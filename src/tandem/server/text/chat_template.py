@@ -1,7 +1,7 @@
-"""Rendering conversations with the checkpoint's own template, in processes of their own.
+"""Rendering of conversations by the checkpoint's chat template, in separate processes.
 
-Owns the worker processes of ``template_worker``: as many as conversations are rendered at once, so
-as many as there are threads that call. One that does not answer in time is killed.
+Owns the processes of ``template_worker``, one for each conversation rendered at a time, so at most
+as many as there are calling threads. A process that does not answer in time is killed.
 """
 
 import os
@@ -21,17 +21,18 @@ __all__ = ["ChatTemplate"]
 
 _WORKER = Path(__file__).with_name("template_worker.py")
 _START_TIMEOUT_S = 20.0
-"""For the interpreter to start and compile the template, on a busy machine."""
+"""Seconds for the interpreter to start and compile the template, on a busy machine."""
 
 
 class ChatTemplate:
     """The chat template of one checkpoint.
 
     Args:
-        source: jinja2 text, not trusted.
-        variables: what every rendering sees beside its own arguments, the special tokens.
-        timeout_s: per rendering.
-        max_chars: the longest text a rendering may produce.
+        source: jinja2 text, which is not trusted.
+        variables: variables of every rendering beside its own arguments, such as the special
+            tokens.
+        timeout_s: time limit of a rendering, seconds.
+        max_chars: largest length of a rendered text.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ChatTemplate:
         clock: Clock | None = None,
     ) -> None:
         self.source = source
-        """The template's own text."""
+        """Text of the template."""
         self._variables = variables
         self._timeout_s = timeout_s
         self._max_chars = max_chars
@@ -146,7 +147,9 @@ class ChatTemplate:
     def _exchange(
         self, worker: "subprocess.Popen[bytes]", payload: bytes, timeout_s: float
     ) -> tuple[bool, str]:
-        """Send one frame and await one; ends the worker if that fails or takes too long."""
+        """Send one frame to a worker and return the answer; end the worker if that fails or is
+        late.
+        """
         assert worker.stdin is not None
         assert worker.stdout is not None
         deadline_s = self._clock.now_s() + timeout_s
@@ -166,7 +169,9 @@ class ChatTemplate:
         return msgspec.msgpack.decode(reply, type=tuple[bool, str])
 
     def _write(self, fd: int, data: bytes, deadline_s: float) -> None:
-        """Write all, not longer than until the deadline: a stopped process reads nothing."""
+        """Write all bytes, waiting until the deadline at most, because a stopped process reads
+        nothing.
+        """
         os.set_blocking(fd, False)
         left = memoryview(data)
         poll = select.poll()

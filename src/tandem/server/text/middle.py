@@ -1,6 +1,6 @@
-"""Filling in the middle of a text: the tokens of the models that were trained for it.
+"""Filling in the middle of a text: the special tokens of models that were trained for it.
 
-A table by the names of the tokens, as no checkpoint says in its configuration that it has them.
+They are recognised by name in the vocabulary, because no checkpoint's configuration names them.
 """
 
 from collections.abc import Sequence
@@ -22,20 +22,20 @@ _MARKS = (
     # Code Llama's marks begin with its vocabulary's space mark.
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 )
-"""Before the prefix, before the suffix, before the middle, by family."""
+"""Tokens before the prefix, before the suffix and before the middle, by family."""
 _SUFFIX_FIRST = ("[SUFFIX]", "[PREFIX]")
-"""Codestral: the suffix comes first, and the answer goes on behind the prefix."""
+"""Codestral's tokens: the suffix comes first, and the answer continues the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class MiddleTokens:
-    """A vocabulary's marks of the parts around a middle.
+    """The special tokens that mark the parts around a middle.
 
     Attributes:
-        start_ids: begin each sequence, such as a mark of its beginning.
-        prefix_id: stands before the prefix.
-        suffix_id: stands before the suffix.
-        middle_id: stands before the middle; None where the suffix comes first.
+        start_ids: ids that begin every sequence, such as a beginning-of-text token.
+        prefix_id: id before the prefix.
+        suffix_id: id before the suffix.
+        middle_id: id before the middle; None if the suffix comes first.
     """
 
     start_ids: tuple[int, ...]
@@ -46,12 +46,12 @@ class MiddleTokens:
     def join(
         self, prefix: Sequence[int], suffix: Sequence[int], *, adds_special: bool
     ) -> list[int]:
-        """Return the prompt whose answer is the middle of two texts.
+        """Return the prompt whose answer is the middle between two texts.
 
         Args:
-            prefix: ids of the text before it.
-            suffix: ids of the text behind it.
-            adds_special: ``start_ids`` come first.
+            prefix: ids of the text before the middle.
+            suffix: ids of the text after the middle.
+            adds_special: True to begin with ``start_ids``.
         """
         start = self.start_ids if adds_special else ()
         if self.middle_id is None:
@@ -60,10 +60,10 @@ class MiddleTokens:
 
 
 def find_middle_tokens(tokenizer: Tokenizer) -> MiddleTokens:
-    """Return the tokens with which a vocabulary marks a middle.
+    """Return the special tokens with which a vocabulary marks the parts around a middle.
 
     Raises:
-        UnsupportedError: it has none that are known.
+        UnsupportedError: it has no known ones.
     """
     find = tokenizer.find_id
     start_ids = tuple(tokenizer.encode("", add_special_tokens=True))
@@ -83,7 +83,7 @@ def find_middle_tokens(tokenizer: Tokenizer) -> MiddleTokens:
 
 
 def has_middle_tokens(tokenizer: Tokenizer) -> bool:
-    """Return whether a vocabulary marks middles in a way that is known."""
+    """Return True if a vocabulary has known tokens for filling in the middle."""
     return any(
         all(tokenizer.find_id(mark) is not None for mark in marks)
         for marks in (*_MARKS, _SUFFIX_FIRST)

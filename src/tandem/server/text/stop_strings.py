@@ -1,9 +1,9 @@
-"""Finding stop strings in text that arrives in pieces.
+"""Search for stop strings in text that arrives in pieces.
 
-One Aho-Corasick automaton for all stop strings: a dictionary step per character, whatever their
-number, and its state is exactly the longest suffix that may still become a stop string, which is
-what has to be held back. The result depends on the text alone, not on how it was cut: the stop
-string that completes first wins, the longest of those that complete together.
+One Aho-Corasick automaton for all stop strings: it takes a dictionary lookup per character,
+whatever their number, and its state is the longest suffix that may still become a stop string,
+which must be held back. The result does not depend on how the text was cut: the stop string that
+completes first wins, and the longest of those that complete together.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ class StopStrings:
     """The automaton of a set of stop strings; immutable, shared by the choices of a request.
 
     Args:
-        strings: none empty. Cost: time and memory in the sum of their lengths.
+        strings: stop strings, none empty. Cost: time and memory proportional to their total length.
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ class StopStrings:
                 self.match[state] = self.match[self.fallback[state]]
 
     def step(self, state: int, char: str) -> int:
-        """Return the state after reading ``char``."""
+        """Return the state after ``char`` in ``state``."""
         children = self.children
         while state and char not in children[state]:
             state = self.fallback[state]
@@ -63,11 +63,11 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Reads one generation's text and ends it at the first stop string.
+    """A matcher that ends one generation's text at the first stop string.
 
     Args:
-        stops: the strings.
-        keep_match: whether the stop string itself is part of the text.
+        stops: the stop strings.
+        keep_match: True if the stop string itself is part of the text.
     """
 
     def __init__(self, stops: StopStrings, *, keep_match: bool) -> None:
@@ -76,10 +76,10 @@ class StopMatcher:
         self._state = 0
         self._held = ""
         self.matched: str | None = None
-        """The stop string that was found; nothing is read after it."""
+        """Stop string that was found, after which all text is ignored; None: none yet."""
 
     def feed(self, text: str) -> str:
-        """Add text; returns what is certain to belong to the answer."""
+        """Add text; return the part that certainly belongs to the answer."""
         assert self.matched is None, self.matched
         stops, state = self._stops, self._state
         for position, char in enumerate(text, start=1):
@@ -97,6 +97,6 @@ class StopMatcher:
         return ready[:cut]
 
     def flush(self) -> str:
-        """End the text; returns what was held back."""
+        """End the text; return the part that was held back."""
         held, self._held, self._state = self._held, "", 0
         return held

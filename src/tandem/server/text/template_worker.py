@@ -1,9 +1,9 @@
-"""Child process that renders the chat template of a checkpoint; run as a file, by itself.
+"""The child process that renders a checkpoint's chat template; run as a file of its own.
 
-A template is code from the internet. jinja2's sandbox keeps it from Python's internals, and this
-process keeps it from memory and time: its address space is limited here, its parent kills it at
-the deadline, its environment is empty. Frames are a 4-byte length and msgpack, on stdin and stdout;
-the variables of a conversation are JSON.
+A template is untrusted code from the internet. jinja2's sandbox keeps it from Python's internals,
+and this process limits its memory and time: its address space is limited here, its parent kills it
+at the deadline, its environment is empty. Frames on stdin and stdout are a 4-byte length and
+msgpack; the variables of a conversation are JSON.
 """
 
 import datetime
@@ -21,38 +21,42 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MEMORY_BYTES = 1 << 29
-"""Address space; rendering a template takes a few MiB above Python's own 100 or so."""
+"""Limit of the address space in bytes; rendering takes a few MiB beside Python's own 100 or so."""
 
 
 class GenerationBlock(Extension):
-    """``{% generation %}`` marks what the assistant wrote, for training; it renders as its body."""
+    """The tag ``{% generation %}``, which marks an assistant's text for training; it renders as its
+    body.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain set.
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Return the statements between the tags."""
+        """Return the statements between the opening and the closing tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def raise_exception(message: str) -> NoReturn:
-    """Let a template refuse a conversation."""
+    """Raise an error from a template, which refuses a conversation in this way."""
     raise jinja2.TemplateError(message)
 
 
 def strftime_now(form: str) -> str:
-    """Format the local time; templates put the date into the system prompt."""
+    """Return the local time in the given format; templates write the date into the system
+    prompt.
+    """
     return datetime.datetime.now().astimezone().strftime(form)
 
 
 def dump_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """Encode as plain JSON; jinja2's own filter would escape it for HTML."""
+    """Return a value as plain JSON; jinja2's own filter would escape it for HTML."""
     kept = {k: options[k] for k in ("separators", "sort_keys") if k in options}
     return json.dumps(value, ensure_ascii=options.get("ensure_ascii", False), indent=indent, **kept)
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Compile with the settings and names that checkpoints are written against."""
+    """Compile a template with the settings and functions that checkpoints expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -63,7 +67,7 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
-    """Render, giving up as soon as the text is longer than ``max_chars``."""
+    """Return the rendered text. Raises an error as soon as it is longer than ``max_chars``."""
     parts: list[str] = []
     num_chars = 0
     for part in template.generate(**variables):
@@ -83,13 +87,13 @@ def read_frame(source: BinaryIO) -> bytes | None:
 
 
 def write_frame(target: BinaryIO, payload: bytes) -> None:
-    """Write one frame."""
+    """Write one frame (4-byte length, msgpack) to the stream."""
     target.write(len(payload).to_bytes(4, "big") + payload)
     target.flush()
 
 
 def answer(work: Callable[[], str]) -> tuple[bool, str]:
-    """Run ``work``; returns whether it succeeded, and its text or the error's."""
+    """Run ``work``; return True and its text, or False and the text of its error."""
     try:
         return True, work()
     except MemoryError:

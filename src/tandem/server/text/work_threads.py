@@ -1,10 +1,10 @@
-"""Threads for work whose time depends on a request's size, shared by client.
+"""Threads for work whose time depends on the size of a request, shared fairly among clients.
 
 The event loop serves every stream, so such work runs here: decoding large bodies, rendering,
-encoding, long answers. Self-clocked fair queueing decides who is next: a job is tagged with its
-cost, counted from the last tag of its client or of the job begun last, and the smallest tag among
-the clients goes first. Clients with work waiting get equal shares, one with little goes ahead of
-those with much, and the jobs of one client keep their order.
+encoding, long answers. Self-clocked fair queueing decides which job is next: a job's tag is its
+cost, added to the last tag of its client or of the job begun last, and the job with the smallest
+tag goes first. Clients with waiting work get equal shares, one with little work goes ahead of those
+with much, and the jobs of one client keep their order.
 Source: Golestani, "A self-clocked fair queueing scheme", INFOCOM 1994.
 """
 
@@ -25,11 +25,13 @@ _T = TypeVar("_T")
 _Ts = TypeVarTuple("_Ts")
 
 SMALL_COST = 1 << 12
-"""Bytes of input or output whose work takes well under a millisecond: it may run on the loop."""
+"""Cost in bytes of input or output below which work takes far less than a millisecond, so that it
+may run on the event loop."""
 LARGE_COST = 1 << 17
-"""Bytes from which on a job may take tenths of a second; one thread is kept for smaller ones."""
+"""Cost in bytes from which a job may take tenths of a second; one thread is kept for smaller
+jobs."""
 _JOB_COST = 1 << 8
-"""Bytes that the work of an empty job compares to."""
+"""Fixed cost of a job, in bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,10 +55,10 @@ class _Queue:
 
 
 class WorkThreads:
-    """Runs functions on threads. Used on one event loop.
+    """A pool of threads that runs functions for clients. Used on one event loop.
 
     Args:
-        num_threads: that work at once; with more than one, large jobs leave one of them free.
+        num_threads: number of threads; with more than one, large jobs leave one of them free.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -65,17 +67,17 @@ class WorkThreads:
         self._num_free_large = max(num_threads - 1, 1)
         self._queues: dict[str, _Queue] = {}
         self._clock = 0.0
-        """The tag of the job begun last."""
+        """Tag of the job begun last."""
 
     async def run(self, function: Callable[[*_Ts], _T], cost: int, *args: *_Ts) -> _T:
-        """Call ``function`` on a thread and await its result.
+        """Run ``function`` on a thread and return its result.
 
-        One that is cancelled before its turn never runs.
+        A job that is cancelled before its turn never runs.
 
         Args:
-            function: runs with the context variables of the caller.
-            cost: bytes that it reads and writes, about.
-            args: of the function.
+            function: called with the context variables of the caller.
+            cost: estimated number of bytes that it reads and writes.
+            args: arguments of the function.
         """
         queue = self._queues.setdefault(current_client.get(), _Queue())
         queue.last_tag = max(queue.last_tag, self._clock) + cost + _JOB_COST
@@ -86,7 +88,7 @@ class WorkThreads:
         return await done
 
     def close(self) -> None:
-        """Finish the running work, drop the waiting."""
+        """Wait for running jobs; drop waiting ones."""
         for queue in self._queues.values():
             for job in queue.jobs:
                 job.done.cancel()

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: its items, its events and the responses that are kept."""
+"""OpenAI's Responses API: its items, its events and its stored responses."""

@@ -1,4 +1,4 @@
-"""The answer of the Responses API: items that grow, told as events or as a whole."""
+"""The answer of the Responses API: items that grow, sent as events or as a whole."""
 
 import json
 import uuid
@@ -44,23 +44,23 @@ __all__ = ["ResponseAnswer"]
 
 _encode = msgspec.json.Encoder().encode
 _FINAL_EVENTS: Mapping[str, str] = {"completed": "response.completed", "failed": "response.failed"}
-"""By status; of all others "response.incomplete"."""
+"""Name of the last event by status; for all other statuses it is "response.incomplete"."""
 
 Event = tuple[str, dict[str, Any]]
-"""Name and fields, without the sequence number."""
+"""Name and fields of an event, without its sequence number."""
 
 
 @dataclass(slots=True)
 class ResponseAnswer:
-    """Renders a response.
+    """The renderer of a response.
 
     Args:
-        document: grows with the answer.
-        now_s: the wall clock, in whole seconds.
-        tokenizer: spells the tokens of log-probabilities; None if nobody asks for them.
-        custom_tools: names of tools that take a text.
-        hides_reasoning: whether reasoning is to come as ``encrypted_content``, too.
-        keep: called with the whole answer, and encoded; None: it is not kept.
+        document: response, which grows with the answer.
+        now_s: returns the wall-clock time in whole seconds.
+        tokenizer: spells the tokens of log-probabilities; None if none were asked for.
+        custom_tools: names of tools whose input is a text.
+        hides_reasoning: True if reasoning is also to be sent as ``encrypted_content``.
+        keep: called with the finished answer and its encoding; None: it is not stored.
     """
 
     document: ResponseDocument
@@ -76,19 +76,19 @@ class ResponseAnswer:
     _num_reasoning: int = field(init=False, default=0)
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """See ``Renderer``."""
+        """Return about how many bytes of the answer a piece takes."""
         return piece.size_bytes
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """See ``Renderer``."""
+        """Add a piece to an answer that is sent as a whole."""
         self._take(generation, piece)
 
     def make_document(self, generations: Sequence[Generation]) -> object:
-        """See ``Renderer``."""
+        """Return the whole answer, as an object that msgspec encodes."""
         return msgspec.Raw(self._end())
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded stream events of a piece."""
         frames: list[bytes] = []
         if self._num_events == 0:
             begin = ("response.created", "response.in_progress")
@@ -96,28 +96,28 @@ class ResponseAnswer:
         return frames + [self._frame(k, **values) for k, values in self._take(generation, piece)]
 
     def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
-        """See ``Renderer``."""
+        """Return the encoded events that end a stream."""
         return [self._frame_end()]
 
     def frame_failure(self, body: ErrorBody, status: int) -> bytes:
-        """End a stream that has begun by the event of a failure."""
+        """Return the event of a failure that ends a stream that has begun."""
         self.fail(body)
         return self._frame_end()
 
     def fail(self, body: ErrorBody) -> None:
-        """Give the response its status; its items stay as far as they came."""
+        """Mark the response as failed; its items so far stay."""
         self._close("incomplete")
         self.document.status = "failed"
         self.document.error = ResponseFailure(body.code or "server_error", body.message)
 
     def cancel(self) -> bytes:
-        """End the response by the wish of its client; return it, encoded."""
+        """Mark the response as cancelled by its client; return its encoding."""
         self._close("incomplete")
         self.document.status = "cancelled"
         return self._end()
 
     def end_failed(self, body: ErrorBody) -> bytes:
-        """End a response that nobody waits for by a failure; return it, encoded."""
+        """Mark a background response as failed; return its encoding."""
         self.fail(body)
         return self._end()
 
@@ -137,7 +137,7 @@ class ResponseAnswer:
         return encode_named_event(kind, _encode(event))
 
     def _take(self, generation: Generation, piece: Piece) -> list[Event]:
-        """Take in a piece; return what it changed."""
+        """Add a piece to the response; return the events of its changes."""
         new, self._num_tokens = piece.num_tokens - self._num_tokens, piece.num_tokens
         if piece.deltas and isinstance(piece.deltas[-1], ReasoningDelta):
             self._num_reasoning += new
@@ -200,7 +200,7 @@ class ResponseAnswer:
                 return [self._tell(kind, content=False, delta=text)]
 
     def _begin(self, item: OutputItem) -> list[Event]:
-        """Close the open item and open another; its events hold it as it is now."""
+        """Close the open item and open another; return the events of both."""
         events = self._close("completed")
         self._open = item
         self.document.output.append(item)
@@ -220,7 +220,7 @@ class ResponseAnswer:
         return kind, place | values
 
     def _close(self, status: Status) -> list[Event]:
-        """Close the open item, if there is one."""
+        """Close the open item, if there is one; return the events."""
         item = self._open
         events: list[Event] = []
         match item:
@@ -280,7 +280,7 @@ def _make_id(prefix: str) -> str:
 
 
 def _read_input(text: str) -> str:
-    """Return the text in the arguments of a custom tool; of arguments that broke off, all."""
+    """Return the text in a custom tool's arguments; if these are incomplete JSON, all of them."""
     try:
         value = json.loads(text)
     except ValueError:

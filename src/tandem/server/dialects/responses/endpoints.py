@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what may be done with a response that is kept."""
+"""POST /v1/responses, and operations on stored responses."""
 
 import asyncio
 import logging
@@ -22,7 +22,8 @@ __all__ = ["cancel_response", "create_response", "delete_response", "get_respons
 _logger = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 10.0
-"""For a running response to end, once it is cancelled; takes a step of the engine."""
+"""Seconds to wait for a running response to end after it was cancelled; it takes a step of the
+engine."""
 _REFUSED_FIELDS = {
     "conversation": "conversations are not kept: use previous_response_id",
     "prompt": "prompt templates are not kept here: write instructions and input",
@@ -32,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def create_response(context: ServerContext, http: Request) -> Response:
-    """Answer items of a conversation, whole, as events or in the background."""
+    """Answer a conversation given as items, whole, as events or in the background."""
     owner = context.find_owner(http)
     planned: list[PlannedResponse] = []
 
@@ -49,7 +50,7 @@ async def create_response(context: ServerContext, http: Request) -> Response:
 
 
 async def get_response(context: ServerContext, http: Request) -> Response:
-    """Return a response that is kept, or as much of it as there is."""
+    """Return a stored response, complete or as far as it has come."""
     if http.query_params.get("stream", "false").lower() not in ("false", "0", ""):
         what = "stream: the events of a kept response are not kept"
         raise ConfigError("server.get_response", what, field="stream")
@@ -60,7 +61,7 @@ async def get_response(context: ServerContext, http: Request) -> Response:
 
 
 async def delete_response(context: ServerContext, http: Request) -> Response:
-    """Forget a response."""
+    """Delete a stored response."""
     owner, name = context.find_owner(http), http.path_params["id"]
     job = context.background_jobs.get(name)
     context.kept_responses.remove(owner, name, context.clock.now_s())
@@ -70,7 +71,7 @@ async def delete_response(context: ServerContext, http: Request) -> Response:
 
 
 async def cancel_response(context: ServerContext, http: Request) -> Response:
-    """End a response that runs in the background; it keeps what it has."""
+    """Cancel a response that runs in the background; its items so far are kept."""
     owner, name = context.find_owner(http), http.path_params["id"]
     kept = context.kept_responses.find(owner, name, context.clock.now_s())
     job = context.background_jobs.get(name)
@@ -133,5 +134,5 @@ async def _run(context: ServerContext, response: PlannedResponse, origin: Origin
 
 
 async def _never_leave() -> dict[str, object]:
-    """Stand for the connection of a client that does not wait."""
+    """Wait for ever, in place of the connection of a client that does not wait."""
     return await asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Items of the Responses API, tools and choices as those of chat completions."""
+"""Conversion of the Responses API's items, tools and choices to those of chat completions."""
 
 import base64
 import json
@@ -28,21 +28,21 @@ _BUILT_IN_ITEMS = frozenset(
         "web_search_call",
     }
 )  # fmt: skip
-"""Items of tools that run at OpenAI; in a history they tell a model nothing."""
+"""Types of items of tools that run at OpenAI; they are dropped from a history."""
 _TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 _HIDDEN = "tandem:"
-"""Begins the ``encrypted_content`` of our reasoning items, which is their text in base64: clients
-that keep no state here send it back where they leave out the text."""
+"""Prefix of the ``encrypted_content`` of our reasoning items, followed by their text in base64.
+Clients that store nothing on the server send it back instead of the text."""
 _decode_items = msgspec.json.Decoder(list[InputItem]).decode
 _encode = msgspec.json.Encoder().encode
 
 
 def read_items(items: str | Sequence[InputItem]) -> list[oai.InputMessage]:
-    """Return the messages that items are; neighbours of one turn of the model become one.
+    """Return the chat messages for items; consecutive items of the model become one message.
 
     Raises:
-        ConfigError: an item lacks what its type needs.
-        UnsupportedError: an item, or a part of one, that is neither text nor a tool's.
+        ConfigError: an item lacks a field that its type needs.
+        UnsupportedError: an item, or a part of one, that is neither text nor of a tool.
     """
     if isinstance(items, str):
         return [oai.InputMessage("user", items)]
@@ -53,20 +53,20 @@ def read_items(items: str | Sequence[InputItem]) -> list[oai.InputMessage]:
 
 
 def read_answer(items: Sequence[OutputItem]) -> list[oai.InputMessage]:
-    """Return the messages of an answer, as they stand in the history of the next."""
+    """Return the chat messages for an answer's items, as part of the next request's history."""
     return read_items(_decode_items(_encode(items)))
 
 
 class _Turns:
-    """Collects messages."""
+    """A collector that converts items to chat messages."""
 
     def __init__(self) -> None:
         self.messages: list[oai.InputMessage] = []
         self._turn: oai.InputMessage | None = None
-        """The model's, while items may still be added to it."""
+        """Message of the model to which further items may be added; None: there is none."""
 
     def add(self, item: InputItem, place: str) -> None:
-        """Add an item; ``place`` is its path, for errors."""
+        """Add an item; ``place`` is its path in the body, for errors."""
         match item.type:
             case None | "message":
                 self._add_message(item, place)
@@ -146,12 +146,12 @@ def _join_texts(content: str | Sequence[InputPart] | None, place: str) -> str:
 
 
 def hide_reasoning(text: str) -> str:
-    """Return reasoning as ``encrypted_content``, which clients hand back unread."""
+    """Return reasoning as ``encrypted_content``, which clients send back without reading it."""
     return _HIDDEN + base64.b64encode(text.encode("utf-8", "surrogatepass")).decode()
 
 
 def _reveal(content: str | None) -> str:
-    """Return the reasoning in ``encrypted_content``; empty if it is another server's."""
+    """Return the reasoning in ``encrypted_content``; empty if another server wrote it."""
     if content is None or not content.startswith(_HIDDEN):
         return ""
     try:
@@ -161,10 +161,10 @@ def _reveal(content: str | None) -> str:
 
 
 def read_tools(tools: Sequence[ResponseTool] | None) -> list[oai.Tool]:
-    """Return the tools that a model may call here; those that run at OpenAI are left out.
+    """Return the tools that a model may call here; tools that run at OpenAI are left out.
 
     Raises:
-        ConfigError: one has no name.
+        ConfigError: a tool has no name.
     """
     known: list[oai.Tool] = []
     for index, tool in enumerate(tools or ()):
@@ -184,7 +184,7 @@ def read_tools(tools: Sequence[ResponseTool] | None) -> list[oai.Tool]:
 
 
 def _write_custom(name: str, tool: ResponseTool) -> oai.Function:
-    """Return a tool that takes a text as a function with one parameter."""
+    """Return a tool whose input is a text, as a function with one parameter."""
     form = tool.format or {}
     description = tool.description or ""
     if form.get("type") == "grammar":
@@ -202,10 +202,10 @@ def _write_custom(name: str, tool: ResponseTool) -> oai.Function:
 def read_choice(
     request: ResponsesRequest, tools: list[oai.Tool]
 ) -> tuple[oai.ToolChoice | None, list[oai.Tool]]:
-    """Return the choice of tool in the form of chat completions, and the tools it leaves.
+    """Return the choice of tool in the form of chat completions, and the tools that it allows.
 
     Raises:
-        UnsupportedError: a tool that runs at OpenAI is asked for.
+        UnsupportedError: the choice is a tool that runs at OpenAI.
     """
     choice = request.tool_choice
     if not isinstance(choice, ToolChoiceObject):

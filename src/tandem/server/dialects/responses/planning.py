@@ -1,4 +1,4 @@
-"""From a request of the Responses API to generations and the answer to fill."""
+"""Planning of requests of the Responses API: their generation, and the response to fill."""
 
 import uuid
 from collections.abc import Callable
@@ -37,20 +37,20 @@ _FIELDS = {
     "response_format.json_schema.schema": "text.format.schema",
     "max_completion_tokens": "max_output_tokens",
 }
-"""The names that fields of chat completions have here."""
+"""Names in this API of fields of chat completions, for errors."""
 _encode = msgspec.json.Encoder().encode
 _decode_messages = msgspec.json.Decoder(list[oai.InputMessage]).decode
 
 
 @dataclass(slots=True)
 class PlannedResponse:
-    """A response before it runs.
+    """A response that is planned and does not run yet.
 
     Args:
-        task: to run.
-        answer: its renderer.
-        kept: what is kept of it, once it is added; None: nothing.
-        owner: whose it is.
+        task: task to run.
+        answer: renderer of the response.
+        kept: stored form of the response, once it is added to the store; None: it is not stored.
+        owner: digest of the key that owns it.
     """
 
     task: Task
@@ -62,16 +62,16 @@ class PlannedResponse:
 def plan_response(
     context: ServerContext, request: ResponsesRequest, owner: bytes
 ) -> PlannedResponse:
-    """Plan the one generation of a response, after the conversation it goes on from.
+    """Plan the one generation of a response, which continues a stored conversation or begins one.
 
     Args:
-        context: has the responses that are kept.
-        request: of the client.
+        context: context of the server, with the stored responses.
+        request: request of the client.
         owner: digest of the client's key.
 
     Raises:
-        NotFoundError: a previous response that is not kept, or another client's.
-        TandemError: as chat completions; ``field`` is this API's.
+        NotFoundError: the previous response is not stored, or is another client's.
+        TandemError: errors of chat completions, with ``field`` named as in this API.
     """
     parent = _find_parent(context, request, owner)
     own = read_items(request.input or [])
@@ -145,10 +145,10 @@ def _make_keep(
 
 
 def _join_system(messages: list[oai.InputMessage]) -> list[oai.InputMessage]:
-    """Return messages whose first ones that instruct the model are one.
+    """Join the leading system and developer messages into one.
 
-    Agents send instructions, then messages of a developer; many templates take one message of the
-    system, at the beginning.
+    Agents send instructions and then developer messages, but many chat templates allow only one
+    system message, at the beginning.
     """
     count = 0
     while count < len(messages) and messages[count].role in ("system", "developer"):
@@ -160,7 +160,7 @@ def _join_system(messages: list[oai.InputMessage]) -> list[oai.InputMessage]:
 
 
 def _translate(request: ResponsesRequest, messages: list[oai.InputMessage]) -> oai.ChatRequest:
-    """Return the request of chat completions that means the same."""
+    """Return the equivalent request of chat completions."""
     choice, tools = read_choice(request, read_tools(request.tools))
     chat = oai.ChatRequest(
         model=request.model,
@@ -198,7 +198,7 @@ def _translate_form(form: TextFormat) -> oai.ResponseFormat:
 
 
 def _rename_field(error: TandemError) -> TandemError:
-    """Return an error of chat completions under this API's names of fields."""
+    """Return an error of chat completions with its field named as in this API."""
     if error.field not in _FIELDS:
         return error
     name = _FIELDS[error.field]

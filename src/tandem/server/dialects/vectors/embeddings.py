@@ -1,4 +1,4 @@
-"""POST /v1/embeddings and Ollama's /api/embed."""
+"""The endpoints POST /v1/embeddings and Ollama's /api/embed."""
 
 import base64
 import json
@@ -41,17 +41,18 @@ _NS = 1_000_000_000
 
 
 async def answer_embeddings(context: ServerContext, http: Request) -> Response:
-    """Return the vectors of texts."""
+    """Return the embeddings of texts."""
     return await answer_vectors(context, http, _decoder, _plan)
 
 
 async def answer_embed(context: ServerContext, http: Request) -> Response:
-    """Return the vectors of texts in Ollama's form."""
+    """Return the embeddings of texts in Ollama's form."""
     return await answer_vectors(context, http, _embed_decoder, _plan_embed, write_ollama_error)
 
 
 def read_pooling(folder: Path | None) -> Pooling:
-    """Return the pooling that a checkpoint of sentence-transformers names; else the last token.
+    """Return the pooling that a sentence-transformers checkpoint configures; by default the last
+    token's.
 
     Raises:
         ConfigError: its file is not JSON.

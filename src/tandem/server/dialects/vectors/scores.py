@@ -1,4 +1,4 @@
-"""POST /v1/score and /v1/rerank, for models with a head of one label."""
+"""The endpoints POST /v1/score and /v1/rerank, for models with a head of one label."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,7 @@
 """The steps that requests for vectors have in common.
 
-A request is decoded, planned on the threads, and computed in groups of bounded size, as one may
-have thousands of texts: the engine's queue is for all clients.
+A request is decoded, planned on the threads, and computed in groups of limited size, because it may
+have thousands of texts and the engine's queue serves all clients.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,15 +42,15 @@ __all__ = [
 
 _encode = msgspec.json.Encoder().encode
 _GROUP = 64
-"""Prompts of one request that are in the engine at a time."""
+"""Number of prompts of one request that are in the engine at a time."""
 _MAX_PROMPTS = 2048
-"""Prompts of one request, as at OpenAI."""
+"""Largest number of prompts of one request, as at OpenAI."""
 _NUMBER_BYTES = 12
-"""About what a number of a vector takes in an answer."""
+"""Estimated bytes of a number of a vector in an answer."""
 
 
 class VectorBody(Protocol):
-    """The part of a body that is read before it is planned."""
+    """The fields of a body that are read before it is planned."""
 
     timeout: float | None
 
@@ -68,13 +68,13 @@ class PooledPrompt:
 
 @dataclass(frozen=True, slots=True)
 class VectorTask:
-    """The prompts of a request, and the form of its answer."""
+    """The prompts of a request for vectors, with the form of its answer."""
 
     plans: list[ChoicePlan]
     options: RequestOptions
     model: ServedModel
     make_document: Callable[[Sequence[PooledPrompt], float], object]
-    """Makes the answer of the vectors and of the seconds that they took."""
+    """Makes the answer from the vectors and the seconds that they took."""
 
 
 async def answer_vectors(
@@ -87,11 +87,11 @@ async def answer_vectors(
     """Answer a request for vectors.
 
     Args:
-        context: of the server.
+        context: context of the server.
         http: the request.
-        decoder: of the body.
-        plan: checks the body and makes the task of it; blocks, runs on the threads.
-        write_error: encodes the document of an error, given its status.
+        decoder: decoder of the body.
+        plan: checks the body and returns its task; it blocks and runs on the threads.
+        write_error: encodes an error with its status as an answer.
     """
     http.state.write_error = write_error
     origin = context.note_arrival(http)
@@ -127,10 +127,10 @@ async def _collect(group: GenerationGroup) -> list[PooledPrompt]:
 def plan_vectors(
     context: ServerContext, prompts: Sequence[list[int]], pooling: Pooling, field: str
 ) -> list[ChoicePlan]:
-    """Plan the prompts of a request; those of a list name their place in errors.
+    """Return the plans for the prompts of a request; errors name a prompt's index in a list.
 
     Raises:
-        ConfigError: none or too many, one without a token or beyond the context.
+        ConfigError: no prompt or too many, or one without a token or beyond the context.
     """
     info = context.ready_info()
     if not 1 <= len(prompts) <= _MAX_PROMPTS:
@@ -154,7 +154,9 @@ def make_options(
     name: str | None = None,
     priority: int | None = None,
 ) -> RequestOptions:
-    """Return what concerns a request as a whole; ``prefix`` begins an id of our own."""
+    """Return the options of a request as a whole; ``prefix`` begins the id if the server makes
+    one.
+    """
     return RequestOptions(
         name=name if name is not None else f"{prefix}-{current_request_id.get()}",
         model=model,
@@ -164,6 +166,6 @@ def make_options(
 
 
 def count_tokens(pooled: Sequence[PooledPrompt]) -> VectorUsage:
-    """Count the tokens of all prompts."""
+    """Return the number of tokens of all prompts, as usage."""
     count = sum(each.num_tokens for each in pooled)
     return VectorUsage(count, count)
