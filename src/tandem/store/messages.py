@@ -160,8 +160,8 @@ class CommitStatus(IntEnum):
     hosts have not yet reported whether the key existed.
     """
     EXPIRED = 3
-    """The master does not know the write, or no more. No reader can see any of it, so the client
-    puts again.
+    """The put was not made: its space was not reserved or has expired, or a host that had to report
+    first did not. No reader can see any of it, so the client puts again.
     """
 
 

@@ -56,7 +56,9 @@ class Template(Protocol):
     tail: list[int]
     """Token ids that follow the whole conversation, and are learned."""
     starts: list[int]
-    """Token ids that are learned instead of the first token of every question but the first."""
+    """Token ids that are learned at the beginning of every question but the first, in place of its
+    own tokens; empty for most templates.
+    """
     stop_ids: list[int]
     """Token ids that end an answer, in addition to those that the checkpoint names."""
     num_left_out: int

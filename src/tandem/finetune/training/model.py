@@ -77,7 +77,7 @@ def find_planned_format(plan: ModelPlan, *, is_expert: bool) -> WeightFormat | N
     """Return the format of a plan's largest packed matrix; None if all of them are tensors.
 
     Args:
-        plan: of ``plan_training``.
+        plan: a plan made by ``plan_training``.
         is_expert: True for routed experts, False for all other matrices.
     """
     packed = [

@@ -121,7 +121,7 @@ class TimelineDevice:
         self.spans: list[Span] = []
 
     def name_arithmetic(self) -> str:
-        """Return the CPU's name, although nothing is computed."""
+        """Return the name of the CPU's arithmetic, although nothing is computed."""
         return CPU.name_arithmetic()
 
     def count_free_bytes(self) -> int:

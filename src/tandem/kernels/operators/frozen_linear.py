@@ -23,9 +23,9 @@ class FrozenLinear(Operator, nn.Linear):
     empty tensor here. To merge an adapter, export from the checkpoint instead.
 
     Args:
-        spec: sizes, and whether the checkpoint has a bias.
-        settings: format in which W is packed, and the threads that run the kernels. A checkpoint
-            that has codes in this format is packed without decoding them.
+        spec: sizes of the matrix; tells also if the checkpoint has a bias.
+        settings: format in which W is packed, and the threads that run the kernels. If the
+            checkpoint has codes in this format, they are packed without decoding.
     """
 
     def __init__(self, spec: FrozenLinearSpec, *, settings: MatrixSettings) -> None:

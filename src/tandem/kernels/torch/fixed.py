@@ -91,7 +91,9 @@ class FixedDecode:
         self.step = FixedStep(self, cache, ropes, dtype)
 
     def _make_batch(self, cache: PagedKvCache) -> PagedBatch:
-        """Return a batch of these tensors, in which every token belongs to an answer."""
+        """Return a batch that consists of the fixed tensors, in which every token is an output
+        token.
+        """
         group = self.groups[0]
         return PagedBatch(
             token_ids=self.token_ids,

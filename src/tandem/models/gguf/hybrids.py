@@ -44,13 +44,13 @@ def _list_convolutions(facts: Facts) -> Config:
 
 
 def make_lfm2(facts: Facts) -> Config:
-    """Return the special configuration fields of ``lfm2``."""
+    """Return the configuration fields that ``lfm2`` has beside those of all architectures."""
     # The file stores the MLP's final width, so transformers must not adjust it again.
     return {"model_type": "lfm2", "block_auto_adjust_ff_dim": False} | _list_convolutions(facts)
 
 
 def make_lfm2_moe(facts: Facts) -> Config:
-    """Return the special configuration fields of ``lfm2moe``."""
+    """Return the configuration fields that ``lfm2moe`` has beside those of all architectures."""
     dense = facts.count("leading_dense_block_count", 0)
     # norm_topk_prob is True, as norm_w is in llama.cpp's src/models/lfm2.cpp.
     return (
@@ -67,7 +67,9 @@ def make_lfm2_moe(facts: Facts) -> Config:
 
 
 def make_kimi_linear(facts: Facts) -> Config:
-    """Return the special configuration fields of ``kimi-linear``."""
+    """Return the configuration fields that ``kimi-linear`` has beside those of all
+    architectures.
+    """
     layers = _list_layers(facts, "ssm_a", "linear_attention")
     states = [i for i, kind in enumerate(layers) if kind == "linear_attention"]
     rates = facts.tensors[f"blk.{states[0]}.ssm_a"].shape if states else (0,)
@@ -102,7 +104,7 @@ def make_kimi_linear(facts: Facts) -> Config:
 
 
 def make_granite(facts: Facts) -> Config:
-    """Return the special configuration fields of ``granitehybrid``.
+    """Return the configuration fields that ``granitehybrid`` has beside those of all architectures.
 
     Raises: UnsupportedError (a Bamba model, which llama.cpp also calls ``granitehybrid``).
     """
@@ -146,7 +148,9 @@ LAYER_PARTS = {
 
 
 def make_nemotron_h(facts: Facts) -> Config:
-    """Return the special configuration fields of ``nemotron_h`` and ``nemotron_h_moe``."""
+    """Return the configuration fields that ``nemotron_h`` and ``nemotron_h_moe`` have beside those
+    of all architectures.
+    """
     kinds = [
         next((k for part, k in LAYER_PARTS.items() if facts.has(f"blk.{i}.{part}")), "mlp")
         for i in range(facts.num_layers)

@@ -82,7 +82,9 @@ class OperatorEntry:
     operator.
     """
     needs_format: bool = False
-    """True if a module whose matrices stay tensors is kept."""
+    """True if the operator only runs packed weights: a module whose matrices stay tensors is not
+    replaced.
+    """
     choose: Callable[[Any], str] | None = None
     """Function that names the operator to use instead, by the module's parts; None: this
     operator.

@@ -21,8 +21,8 @@ __all__ = ["locate_difference"]
 
 BLOCK_SIZE = 16
 LARGE = 1e-3
-"""Difference relative to the largest item that counts as one: far above float32's rounding, below a
-bug's effect.
+"""Smallest difference, relative to the largest item, that is reported: far above float32's
+rounding, below a bug's effect.
 """
 
 

@@ -23,8 +23,11 @@ KNOWN_CLASS = "TikTokenTokenizer"
 """Value of ``tokenizer_class`` in Kimi-K2, Moonlight and Kimi-Linear."""
 
 NUM_SPECIAL, MOST_SPECIAL = 256, 258
-"""Ids after the file's that are special; those without a name are ``<|reserved_token_{id}|>``. The
-published code counts two more than the models' vocabularies have; these exist only if named.
+"""Number of special ids that follow the file's ids, and the number in the published code, which
+counts two more than the models' vocabularies have.
+
+Of the first, those without a name are ``<|reserved_token_{id}|>``; the last two exist only if they
+are named.
 """
 MAX_FILE_BYTES, MAX_TOKENS = 64 << 20, 1 << 20
 

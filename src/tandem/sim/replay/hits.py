@@ -45,7 +45,8 @@ class BlockCache(Protocol):
 
 
 class PlainLru:
-    """Least recently used; a request's blocks are touched from first to last.
+    """A cache that evicts the least recently used block; a request uses its blocks from first to
+    last.
 
     Args:
        num_blocks: capacity in blocks; None for no limit.
@@ -56,7 +57,9 @@ class PlainLru:
         self._held: OrderedDict[int, None] = OrderedDict()
 
     def serve(self, hash_ids: Sequence[int]) -> int:
-        """Count the leading hits, then add all blocks (see ``BlockCache``)."""
+        """Return how many leading blocks of a request are in the cache, then add all of its
+        blocks.
+        """
         held = self._held
         num_hits = 0
         for hash_id in hash_ids:
@@ -84,7 +87,7 @@ class IndexCache:
         self._root_key = self._index.make_root_key("")
 
     def serve(self, hash_ids: Sequence[int]) -> int:
-        """Count the leading hits, then add all blocks (see ``BlockCache``).
+        """Return how many leading blocks of a request are in the cache, then add all of its blocks.
 
         Raises: CapacityError (the pool has fewer blocks than the request).
         """

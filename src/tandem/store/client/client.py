@@ -381,7 +381,7 @@ class AsyncStoreClient:
     async def pin_many(
         self, keys: Sequence[str], *, soft_s: float = 0.0, hard: bool = False
     ) -> list[bool]:
-        """Replace the pins of each object, like ``pin``.
+        """Replace the pins of objects as ``pin`` does; return its result for each key.
 
         Raises: ConfigError (neither pin is given).
         """
@@ -397,7 +397,7 @@ class AsyncStoreClient:
         return (await self.unpin_many([key]))[0]
 
     async def unpin_many(self, keys: Sequence[str]) -> list[bool]:
-        """Remove both pins of each object, like ``unpin``."""
+        """Remove both pins of objects as ``unpin`` does; return its result for each key."""
         check_keys(keys)
         answer = await self._calls.change("pin", PinObjects(keys=list(keys)), KeyBytes)
         return list(map(bool, answer.flags))

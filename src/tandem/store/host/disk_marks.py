@@ -62,8 +62,8 @@ def lock_folder(path: Path, descriptor: int, corruption: CorruptionLog) -> bytes
         try:
             head = parse_head(data, FOLDER_MAGIC, ID_BYTES, f"{path}/{LOCK_NAME}")
         except CorruptionError as error:
-            # The note has the length of this format, so it is corrupt rather than foreign. The
-            # buckets' heads name the folder's id.
+            # A file of the right length is our own and corrupt, instead of another program's. The
+            # heads of the buckets have the folder's id too.
             if len(data) != HEAD_BYTES:
                 raise ConflictError(
                     "store.disk", f"{path}/{LOCK_NAME} is none of ours: move the folder away"
