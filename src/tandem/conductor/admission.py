@@ -37,8 +37,8 @@ SHARE_MEMORY_S = 60.0
 """Half-life of the work counted for a client, in seconds."""
 MAX_RETRY_S = 60
 SAFE_TPOT = 0.9
-"""Share of an objective up to which a time between tokens is in no danger. It may be many times the
-predicted one there, when prompts come between the tokens."""
+"""Share of its objective up to which a time between tokens is harmless, even if it is many times
+the predicted one, as it can be when prompts are computed between the tokens."""
 FIRST_DECODE_S = 10.0
 DECODE_MEMORY = 0.95
 """Weight of the old mean when an ended request updates the mean decoding time."""
@@ -48,17 +48,17 @@ NUM_BUCKETS = 4096
 
 
 class Forecast(NamedTuple):
-    """The times that are predicted for a request before it is accepted."""
+    """The predicted times of a request that is not accepted yet."""
 
     ttft_s: float
-    """Time to its first token, seconds."""
+    """Predicted time to first token, seconds."""
     tpot_s: float
-    """Its time between tokens, seconds."""
+    """Predicted time between its tokens, seconds."""
     decode: str = ""
-    """The instance that is to decode it."""
+    """Name of the instance that is to decode it."""
     crowd_tpot_s: float = 0.0
-    """Time between tokens of the requests that decode there already, seconds, once its prompt, if
-    that instance computes it, comes between their tokens."""
+    """Predicted time between tokens of the requests that already decode on the instance ``decode``,
+    seconds, including the computation of this request's prompt if it is done there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class _Accepted:
     tpot_s: float
     """Predicted time between tokens, seconds."""
     decode: str
-    """The instance that was to decode it."""
+    """Name of the instance that is to decode it."""
     accepted_s: float
     slo: Slo
     first_s: float | None = None
@@ -119,11 +119,11 @@ class _Shares:
 
 
 class _Promises:
-    """The objectives for times between tokens of the requests that decode, by instance."""
+    """The objectives for the time between tokens of all accepted requests, by decode instance."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[float]] = {}
-        """For each instance the number of requests by their objective in seconds."""
+        """By instance: number of requests for each objective in seconds."""
 
     def add(self, instance: str, slo: Slo) -> None:
         """Count a request that is to decode on an instance."""
@@ -131,7 +131,7 @@ class _Promises:
             self._counts.setdefault(instance, Counter())[slo.tpot_s] += 1
 
     def remove(self, instance: str, slo: Slo) -> None:
-        """Forget a request that was counted."""
+        """Stop counting a request that ``add`` counted on an instance."""
         if slo.tpot_s is not None:
             counts = self._counts[instance]
             counts[slo.tpot_s] -= 1
@@ -170,12 +170,12 @@ class Admission:
         self._mean_tokens = 1.0
 
     def foresee(self, fleet: Fleet, forecast: Forecast, now_s: float) -> Forecast:
-        """Return a forecast with the time between tokens that the mode looks at.
+        """Return a forecast with the time between tokens that the admission mode considers.
 
         Args:
-            fleet: borrowed.
-            forecast: what is predicted if the request began to decode now.
-            now_s: monotonic.
+            fleet: state of the instances; not modified.
+            forecast: predicted times if the request began to decode now.
+            now_s: monotonic seconds.
         """
         if self.mode != "predicted":
             return forecast
@@ -251,7 +251,7 @@ class Admission:
         self._count(accepted.bucket, 1, now_s)
 
     def note_moved(self, request_id: str, decode: str) -> None:
-        """Record that another instance than before decodes a request."""
+        """Record that a request is decoded by another instance than before."""
         accepted = self._live.get(request_id)
         if accepted is not None and decode != accepted.decode:
             self._promises.remove(accepted.decode, accepted.slo)
@@ -272,12 +272,13 @@ class Admission:
         self.ttft.note(accepted.ttft_s, now_s - accepted.accepted_s, now_s)
 
     def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """Remove an ended request from the forecast of decodes; learn from its decoding.
+        """Remove an ended request from the forecast of decodes, and learn from its time between
+        tokens.
 
         Args:
-            request_id: of a request, accepted or not.
-            num_tokens: that its client got.
-            now_s: monotonic.
+            request_id: id of a request, accepted or not.
+            num_tokens: number of tokens that its client got.
+            now_s: monotonic seconds.
         """
         accepted = self._live.pop(request_id, None)
         if accepted is None:
@@ -289,8 +290,8 @@ class Admission:
             self._mean_decode_s += (decode_s - self._mean_decode_s) * (1 - DECODE_MEMORY)
             objective_s = accepted.slo.tpot_s
             if num_tokens > 1 and objective_s is not None:
-                # A short answer counts less: one long gap, as at a hand-over, is much of its mean,
-                # and no margin on the time of steps covers that.
+                # A short answer counts less: one long gap, as at a hand-over to another instance,
+                # is a large part of its mean, and no margin on the duration of steps covers that.
                 self.tpot.note(
                     accepted.tpot_s,
                     decode_s / (num_tokens - 1),
@@ -338,7 +339,7 @@ class Admission:
         )
 
     def _count_begun(self, at_s: float, end_s: float) -> int:
-        """Return how many decodes begin after the mean decoding time before ``at_s``, and until
+        """Return how many decodes begin between one mean decoding time before ``at_s`` and
         ``end_s``.
         """
         at = self._find_bucket(at_s)

@@ -270,7 +270,9 @@ class Conductor:
         self.admission.note_first_token(request_id, now_s)
 
     def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """Record that a request has ended, for any reason, after so many tokens of its answer."""
+        """Record that a request has ended, for any reason, after ``num_tokens`` tokens of
+        output.
+        """
         self.admission.note_end(request_id, num_tokens, now_s)
 
     # ---------------------------------------------------------------- decisions
@@ -491,7 +493,9 @@ class Conductor:
         )
 
     def _forecast(self, question: Question, decision: Decision) -> Forecast:
-        """Return what is predicted for a request and for those that decode beside it."""
+        """Return the predicted times of a request, and of the requests that decode on its decode
+        instance.
+        """
         chosen, tpot_s = decision.chosen, decision.tpot_s
         assert chosen is not None
         assert tpot_s is not None

@@ -118,7 +118,7 @@ class Fleet:
         self.is_draining = np.pad(self.is_draining, more)
         self.role = np.pad(self.role, more)
         self.identity = np.pad(self.identity, more)
-        # In this order the readers of one row lie together: decisions ask for them.
+        # Fortran order makes the readers of one instance contiguous: decisions read them together.
         self.reads = np.asfortranarray(np.pad(self.reads, more))
         self.num_readers = np.pad(self.num_readers, more)
         self.facts = np.pad(self.facts, ((0, 0), more), constant_values=1)

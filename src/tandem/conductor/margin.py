@@ -1,8 +1,9 @@
-"""The margin on a kind of predicted time, learnt from how far accepted requests exceed it. Pure.
+"""The margin on a kind of predicted time, learned from the real times of accepted requests. Pure.
 
-The margin follows a quantile: it rises when a time is longer than predicted and multiplied, and
-falls a little with each other one. Where everything is refused, nothing is measured any more, and a
-margin that is too wide would stay so for ever; so it fades while nothing is.
+The margin follows a quantile: it rises when a real time exceeds the predicted one times the margin,
+and falls a little with each other real time. If all requests are rejected, nothing is measured any
+more, and a margin that is too large would stay so for ever; therefore it decays while nothing is
+measured.
 """
 
 import math
@@ -10,7 +11,7 @@ import math
 __all__ = ["MAX_MARGIN", "Margin"]
 
 SAFE_SHARE = 0.98
-"""The share of requests that the margin is to cover."""
+"""Share of requests whose real time the margin is to cover."""
 MARGIN_STEP = 0.1
 MAX_MARGIN = 4.0
 HALF_LIFE_S = 60.0
@@ -24,7 +25,7 @@ class Margin:
 
     def __init__(self) -> None:
         self.error = 0.0
-        """Mean of |predicted - real| / real."""
+        """Mean relative error of predictions: |predicted - real| / real."""
         self._log_factor = 0.0
         self._noted_s = 0.0
 
@@ -41,20 +42,21 @@ class Margin:
         safe_s: float = 0.0,
         weight: float = 1.0,
     ) -> None:
-        """Learn from a measured time.
+        """Update the margin and the mean error with a measured time.
 
         Args:
-            predicted_s: as it was before the factor.
-            real_s: the measured time.
-            now_s: monotonic.
-            safe_s: time up to which no objective is in danger, however far it was exceeded.
-            weight: by which to count it, from 0 to 1.
+            predicted_s: predicted time, before multiplication by the margin; seconds.
+            real_s: measured time, seconds.
+            now_s: monotonic seconds.
+            safe_s: time that endangers no objective; up to it, the margin does not rise.
+            weight: weight of this measurement, from 0 to 1.
         """
         if real_s <= 0 or predicted_s <= 0:
             return
         self.error += (abs(predicted_s - real_s) / real_s - self.error) * (1 - ERROR_MEMORY)
-        # Compare with the present factor, not with the one at acceptance: of many requests that
-        # were accepted before the margin rose, only those that it would not cover raise it more.
+        # Compare with the present factor and not with that at acceptance. Of many requests that
+        # were accepted before the margin rose, only those that the risen margin would not cover
+        # then raise it further.
         factor = self.get_factor(now_s)
         is_over = real_s > max(predicted_s * factor, safe_s)
         step = weight * MARGIN_STEP * (SAFE_SHARE if is_over else SAFE_SHARE - 1.0)

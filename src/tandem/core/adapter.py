@@ -35,7 +35,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     """Hex SHA-256 over the adapter's weights and scales; requests name the adapter by it."""
     system_fingerprint: str
-    """``KvIdentity.system_fingerprint`` of the model with this adapter."""
+    """Fingerprint in answers computed with this adapter; see ``KvIdentity.system_fingerprint``."""
     rank: Annotated[int, Meta(ge=1)]
     """Largest LoRA rank of the adapter's matrices."""
     num_modules: Annotated[int, Meta(ge=1)]

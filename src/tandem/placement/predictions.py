@@ -81,7 +81,9 @@ def _sum_up(figures: Sequence[Figure]) -> str:
 
 
 def _tell_training(eff: Efficiencies) -> list[str]:
-    """Return the section about fine-tuning runs."""
+    """Return the lines of the page's section that compares predicted with published fine-tuning
+    runs.
+    """
     figures = list_training(eff)
     rows = {row.id: row for row in read_published().training}
     lines = [

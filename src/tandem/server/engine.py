@@ -76,7 +76,9 @@ class EngineClient(Protocol):
 
     @property
     def margins(self) -> dict[str, float]:
-        """The factors that admission puts on predicted times, by time: ttft and tpot."""
+        """Factors by which admission multiplies predicted times, by kind of time: ``ttft`` and
+        ``tpot``.
+        """
         ...
 
     async def submit(self, request: AddRequest) -> RequestStream:

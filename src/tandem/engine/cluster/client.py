@@ -354,7 +354,9 @@ class ClusterClient:
 
     @property
     def margins(self) -> dict[str, float]:
-        """The factors that admission puts on predicted times, by time: ttft and tpot."""
+        """Factors by which admission multiplies predicted times, by kind of time: ``ttft`` and
+        ``tpot``.
+        """
         now_s = asyncio.get_running_loop().time()
         admission = self._dispatcher.conductor.admission
         return {

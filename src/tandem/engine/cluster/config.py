@@ -118,7 +118,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 3
 
     def __post_init__(self) -> None:
-        """Refuse combinations of settings that make no valid cluster.
+        """Check that the settings together describe a valid cluster.
 
         Raises: ConfigError.
         """

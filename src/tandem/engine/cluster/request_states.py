@@ -188,7 +188,7 @@ class _PromptFacts:
 
 @dataclass(slots=True)
 class _Happened:
-    """The input that is being processed, with the data that effects use."""
+    """The input of the state machine that is being processed, with data for its effects."""
 
     route: Pair | Alone | None = None
     output: RequestOutput | None = None

@@ -323,7 +323,9 @@ class StateReuse:
                 self._keep(request, position, slot)
 
     def drop_saves(self, plan: StepPlan) -> None:
-        """Remove the saves of ended requests from a plan that has not run."""
+        """Remove the snapshots that a plan, which has not run, was to save for requests that have
+        ended.
+        """
         kept: list[StateSave] = []
         for save in plan.state_saves:
             if save.request.is_finished:

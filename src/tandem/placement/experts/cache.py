@@ -85,7 +85,9 @@ class LruPolicy:
         return self._insert(expert_ids, max_insertions)
 
     def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """Return which of the expected experts get slots."""
+        """Return which of the experts expected in the next step get slots, and for which evicted
+        expert.
+        """
         return self._insert(expert_ids, max_insertions)
 
     def forget(self, expert_id: int) -> None:
@@ -125,7 +127,9 @@ class _SlotPolicy(ABC):
         return self._insert(expert_ids, max_insertions)
 
     def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """Return which of the expected experts get slots."""
+        """Return which of the experts expected in the next step get slots, and for which evicted
+        expert.
+        """
         return self._insert(expert_ids, max_insertions)
 
     def forget(self, expert_id: int) -> None:

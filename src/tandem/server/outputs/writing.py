@@ -162,8 +162,8 @@ def write_calls(
     calls = [rules.add_call(name, schema) for name, schema in tools.items()]
     call = f"({' | '.join(calls)})"
     parts = [call]
-    # Calls without a mark around all of them, in a grammar with a trigger, are repeated by
-    # repeating the trigger: here one call is enough.
+    # In a grammar with a trigger, calls without a mark around all of them are repeated by repeating
+    # the trigger, so one call is enough here.
     repeats = written.between is not None and (written.begin or not trigger)
     if is_parallel and repeats and written.between is not None:
         parts.append(f"({literal(written.between)} {call})*" if written.between else f"{call}*")

@@ -67,7 +67,7 @@ class WorkThreads:
         self._num_free_large = max(num_threads - 1, 1)
         self._queues: dict[str, _Queue] = {}
         self._clock = 0.0
-        """Tag of the job begun last."""
+        """Tag (fair-queueing cost) of the job begun last."""
 
     async def run(self, function: Callable[[*_Ts], _T], cost: int, *args: *_Ts) -> _T:
         """Run ``function`` on a thread and return its result.
