@@ -29,8 +29,8 @@ IMPLEMENTATIONS = ("eager", "grouped_mm")
 experts."""
 FORMATS = {"bf16+none": 5e-3, "bf16+bf16": 5e-3, "int8+none": 1e-2, "int8+int8": 1e-2}
 FORMATS |= {"int4+int8": 5e-2, "fp8+bf16": 1e-2}
-"""Largest relative difference of the first loss on random weights, by formats of the experts and of
-the linear layers with the head.
+"""Largest allowed relative difference of the first loss on random weights, by formats of the
+experts and of the linear layers with the head.
 """
 VOCABULARY = 32_000
 

@@ -36,7 +36,9 @@ ROW_BYTES = 2 + 2 + 2 + 4
 """Bytes per element of keys and values: as drawn, in our blocks, and in the rival's two copies."""
 SPARE_BYTES = 1 << 30
 ERRORS = {"bf16": 0.01, "int8": 0.02, "fp8": 0.06}
-"""The largest relative error of a result against float32, on Gaussian queries, keys and values."""
+"""Largest allowed relative error of a result against float32, on Gaussian queries, keys and
+values.
+"""
 
 
 @dataclass(frozen=True, slots=True)

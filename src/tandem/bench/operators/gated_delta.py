@@ -61,7 +61,7 @@ OPERATIONS = 4
 """Float operations per element of the state and token: the decay, the update, and two sums."""
 CHECKED_TOKENS = 48
 LARGEST_ERROR = 0.02
-"""Largest relative error of bfloat16 results against float32."""
+"""Largest allowed relative error of bfloat16 results against float32."""
 
 
 class _Case:

@@ -49,8 +49,8 @@ MAX_UPLOADS = 4
 DEVICE_CALLS = ("run", "copy", "call_host", "launch")
 MAX_LOGIT = 1e4
 MAX_ERROR = 0.03
-"""Largest norm of an error relative to the result's: ours has quantised activations, the other side
-bfloat16.
+"""Largest allowed norm of an error relative to the result's: ours has quantised activations, the
+other side bfloat16.
 """
 
 

@@ -38,7 +38,9 @@ FORMATS = {
     "mxfp4": 0.15,
     "int8row": 0.02,
 }
-"""Largest error of a result relative to float32, by weight format, on these Gaussian weights."""
+"""Largest allowed error of a result relative to float32, by weight format, on these Gaussian
+weights.
+"""
 QUICK_FORMATS = ("int8g128", "int4g32", "bf16")
 ROWS = (1, 4, 16, 64, 256, 2048)
 QUICK_ROWS = (1, 64)

@@ -75,7 +75,9 @@ FORMATS = {
     "mxfp4": 0.25,
     "int8row": 0.03,
 }
-"""Largest error of a result relative to float32, by weight format, on these Gaussian weights."""
+"""Largest allowed error of a result relative to float32, by weight format, on these Gaussian
+weights.
+"""
 QUICK_FORMATS = ("int8g128", "int4g32", "bf16")
 KT_KINDS = {"int8g128": "int8", "int4g32": "int4", "bf16": "bf16"}
 """kt-kernel's format nearest to each of ours; its integer formats have one scale per row."""
@@ -84,7 +86,9 @@ KT_NARROW = ("bf16",)
 checkpoints.
 """
 KT_LARGEST_ERROR = {"int8g128": 0.04, "int4g32": 0.35, "bf16": 0.008}
-"""Largest error of kt-kernel's result by our format; 0.028, 0.28 and 0.004 were measured."""
+"""Largest allowed error of kt-kernel's result by our format; 0.028, 0.28 and 0.004 were
+measured.
+"""
 KT_REQUIREMENTS = (
     "torch==2.13.0",
     "safetensors",

@@ -35,8 +35,8 @@ HELD_OUT = ("ast.py", "locale.py", "venv/__init__.py", "unittest/loader.py")
 """Modules of the standard library that the training recipe holds out, by a hash of their names."""
 WINDOW, PROMPT = 256, 64
 MAX_DIVERGENCE = 0.05
-"""Largest divergence in nats per token, with as many immediate experts as ``auto`` keeps, of a
-model with eight experts per token from itself without deferral.
+"""Largest allowed divergence in nats per token, with as many immediate experts as ``auto`` keeps,
+of a model with eight experts per token from itself without deferral.
 """
 MAX_WINDOWS, QUICK_WINDOWS = 96, 4
 BLOCK_SIZE = 64

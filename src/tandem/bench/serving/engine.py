@@ -46,8 +46,8 @@ clock's noise.
 """
 CHECK_TOKENS = 16
 LARGEST_ERROR = {"float32": 1e-4, "bfloat16": 0.02}
-"""Largest norm of the error of a token's logits, relative to their norm; bfloat16 rounds to eight
-bits in every layer.
+"""Largest allowed norm of the error of a token's logits, relative to their norm; bfloat16 rounds to
+eight bits in every layer.
 """
 RIVALS: list[tuple[str, Dtype]] = [
     (experts, dtype) for experts in ("grouped_mm", "batched_mm") for dtype in DTYPES

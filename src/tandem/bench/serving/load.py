@@ -34,8 +34,8 @@ from tandem.core.errors import UnsupportedError
 __all__ = ["make_cases"]
 
 TYPES = {"q8_0": 0.1, "q4_0": 0.25}
-"""Largest norm of the difference from llama.cpp's logits, by type of the file: both sides quantise
-activations, each differently, and a token near a tie may choose other experts.
+"""Largest allowed norm of the difference from llama.cpp's logits, by type of the file: both sides
+quantise activations, each differently, and a token near a tie may choose other experts.
 """
 PROMPT_TOKENS = 32
 SLACK_BYTES = 256 << 20

@@ -86,13 +86,14 @@ LARGEST_ERROR = {
     "int4g32sym": 0.5,
     "bf16": 0.06,
 }
-"""Largest norm of the error of a token's logits against the rival's, relative to their norm. It
-covers the format's error in one layer (0.021, 0.145, 0.005), added as random errors are over six
-layers, and the rounding of bfloat16 on both sides: 0.03 was measured between two correct models.
+"""Largest allowed norm of the error of a token's logits against the rival's, relative to their
+norm. It covers the format's error in one layer (0.021, 0.145, 0.005), added as random errors are
+over six layers, and the rounding of bfloat16 on both sides: 0.03 was measured between two correct
+models.
 """
 LARGEST_ALONE_ERROR = {"int8g128": 0.35, "int8g64": 0.35, "int4g32": 0.8, "int4g32sym": 0.8}
-"""Largest error of ours and of a peer against transformers, for models that are compared one at a
-time: six layers choose 8 of 128 or 256 experts by scores that are close together.
+"""Largest allowed error of ours and of a peer against transformers, for models that are compared
+one at a time: six layers choose 8 of 128 or 256 experts by scores that are close together.
 """
 ERROR_FACTORS = {"qwen3_5_moe_text": 1.5, "glm4_moe_lite": 4.0}
 """Factors by which the error of these models may be larger, up to ``FOUR_BITS_ERROR``. A recurrent
@@ -106,8 +107,8 @@ PEER_LARGEST_ERROR = {
     **dict.fromkeys(("int8g128", "int8g64"), 0.1),
     **dict.fromkeys(("int4g32", "int4g32sym"), 0.6),
 }
-"""Largest error of llama.cpp's logits, by our format. Its q4_0 has no minimum and is used in
-attention too; its fork was off by 0.080 in q8_0, with AVX-512.
+"""Largest allowed error of llama.cpp's logits, by our format. Its q4_0 has no minimum and is used
+in attention too; its fork was off by 0.080 in q8_0, with AVX-512.
 """
 NEEDED_BYTES = {
     "qwen3_moe": 17 << 30,

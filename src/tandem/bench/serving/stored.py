@@ -69,8 +69,8 @@ QUICK_SHAPE = SHAPE | {
 DECODE_CONTEXT, SPARE, PREFILL = 128, 64, 512
 BATCHES = (1, 16)
 LARGEST_ERROR = 0.1
-"""Largest norm of the difference from another program's logits for the same file: the other program
-quantises activations in other groups.
+"""Largest allowed norm of the difference from another program's logits for the same file: the other
+program quantises activations in other groups.
 """
 POOL_BLOCKS = 4096
 HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}

@@ -61,8 +61,8 @@ def _find_index_problem(config: Any) -> tuple[str, str] | None:
 
 
 def has_interleaved_latents(config: Any) -> bool:
-    """Return True if rotated items of MLA are stored as pairs of neighbours; V3's configuration
-    tells.
+    """Return True if rotated items of MLA are stored as pairs of neighbours: always in models with
+    an index, in others unless ``rope_interleave`` of the configuration is false.
     """
     return config.model_type in WITH_INDEX or bool(getattr(config, "rope_interleave", True))
 

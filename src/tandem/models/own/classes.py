@@ -103,8 +103,8 @@ IN_PIECES = (
     "xmod",
     "zaya",
 )
-"""Model types whose classes can take a prompt in pieces; operators are preferred if they support
-the model.
+"""Model types whose classes can take a prompt in pieces. Our operators are used instead if they
+support the model.
 """
 WHOLE_PROMPTS = (
     "falcon_mamba",
