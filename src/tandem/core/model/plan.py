@@ -191,7 +191,7 @@ class ExpertTierPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slots and places together."""
+        """Bytes of the slots of all layers and of the places for experts that are not kept."""
         return (self.num_slots * self.num_layers + self.num_staged) * self.slot_bytes
 
 

@@ -252,7 +252,7 @@ class StateReuse:
         return filled
 
     def take_unused(self) -> list[int]:
-        """Return the slots that have become free since the last call.
+        """Return the state slots that have become free since the last call.
 
         The caller frees their memory. Empty for states of fixed size, whose slots keep their
         memory.

@@ -208,8 +208,8 @@ class SchedulerState:
         return tuple([pool.allocate() for _ in range(num_blocks)])
 
     def count_outstanding(self, request: Request) -> int:
-        """Return the number of blocks that a running request still needs, one of growth
-        included.
+        """Return the number of blocks that a running request lacks for its known tokens and one
+        more block of growth.
         """
         return self.count_lookahead(request) - len(request.block_table)
 

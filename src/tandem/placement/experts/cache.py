@@ -48,7 +48,7 @@ class CachePolicy(Protocol):
 
         Args:
             expert_ids: distinct, in any order.
-            max_insertions: most experts that are returned.
+            max_insertions: largest number of experts to return.
         """
         ...
 

@@ -252,8 +252,8 @@ class PromptEncoder:
         return _cut_after(text, plain[-1]["content"] or "") if is_continued else text
 
     async def warm_up(self) -> None:
-        """Start what the first conversation would wait for. A template that fails is only
-        logged.
+        """Start a process that renders the chat template, so that the first conversation does not
+        wait for it. If the template fails, only log a warning.
         """
         if self._template is None:
             return

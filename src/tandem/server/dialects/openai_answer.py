@@ -49,7 +49,9 @@ class OpenAIAnswer(Generic[R]):
         return self.request.n if self.request.n is not None else 1
 
     def make(self, kind: Callable[..., T], choices: list[Any], **more: object) -> T:
-        """Return an object of the struct ``kind``, an answer or a chunk, with these choices."""
+        """Return an answer or chunk of type ``kind`` with these choices, the fields common to all,
+        and the fields ``more``.
+        """
         return kind(
             id=self.id,
             created=self.created,

@@ -224,5 +224,5 @@ def digest_head(prompt_ids: Sequence[int], block_size: int) -> bytes:
 
 
 def digest_text(text: str) -> bytes:
-    """Return a digest of a text that a client sent."""
+    """Return the first bytes of the SHA-256 of a text that a client sent."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:_DIGEST_BYTES]
