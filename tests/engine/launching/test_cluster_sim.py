@@ -45,8 +45,8 @@ def run_seed(seed, num_requests=NUM_REQUESTS, **changes):
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(4),
-        pytest.param(range(4, 200), marks=pytest.mark.slow),
+        range(28),
+        pytest.param(range(28, 200), marks=pytest.mark.slow),
         pytest.param(range(200, 10_000), marks=pytest.mark.long),
     ],
     ids=len,
