@@ -14,8 +14,8 @@ from msgspec import Meta
 from tandem.placement.hardware import HardwareSpec, Isa
 from tandem.placement.shape import FORMAT_BYTES, ModelShape, ShapeLayer
 
-__all__ = ["Efficiencies", "FormatShares", "Parts", "Placement", "StepTime", "chunk_time",
-           "decode_time", "prefill_time"]  # fmt: skip
+__all__ = ["Efficiencies", "FormatShares", "LayerTime", "Parts", "Placement", "StepTime",
+           "chunk_time", "decode_time", "list_decode_layers", "prefill_time"]  # fmt: skip
 
 Share = Annotated[float, Meta(gt=0, le=1)]
 INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
@@ -132,7 +132,13 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
 
     parts: Parts
     shared_gpu: float
-    """Seconds of ``parts.gpu`` in shared experts, which may overlap with experts on the CPU."""
+    """Seconds of ``parts.gpu`` in shared experts, which overlap with experts on the CPU."""
+    top_k: int
+    """Routed experts of a token; 0: the layer has none."""
+
+    def find_late_share(self, deferred: int) -> float:
+        """Return the share of the layer's routed experts that come a layer later."""
+        return min(deferred, self.top_k) / self.top_k if self.top_k else 0.0
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +146,10 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
     seconds: float
     parts: Parts
+    after_layers: float
+    """Seconds of ``seconds`` after the last layer: the head, and passing hidden states on between
+    the GPUs of a pipeline.
+    """
 
 
 class _Machine:
@@ -283,16 +293,57 @@ def _layer_parts(
     )
 
 
-def _layer_seconds(parts: Parts, layer: ShapeLayer, deferred: int) -> float:
-    """Return the seconds of a layer whose parts overlap.
+def _layer_time(
+    machine: _Machine,
+    shape: ModelShape,
+    layer: ShapeLayer,
+    place: Placement,
+    eff: Efficiencies,
+    *,
+    tokens: float,
+    users: float,
+    context: float,
+    is_prefill: bool,
+) -> LayerTime:
+    """Return one layer's seconds; arguments as for ``_layer_parts``."""
 
-    Experts on the CPU overlap with those on the GPU. Deferred experts also overlap with the next
-    layer's attention, so a layer takes at least all of its CPU time.
+    def count(layer: ShapeLayer) -> Parts:
+        return _layer_parts(
+            machine,
+            shape,
+            layer,
+            place,
+            eff,
+            tokens=tokens,
+            users=users,
+            context=context,
+            is_prefill=is_prefill,
+        )
+
+    parts, shared = count(layer), 0.0
+    if layer.num_experts and layer.shared_weights:
+        shared = parts.gpu - count(msgspec.structs.replace(layer, shared_weights=0)).gpu
+    return LayerTime(parts=parts, shared_gpu=shared, top_k=layer.top_k if layer.num_experts else 0)
+
+
+def _layer_seconds(time: LayerTime, deferred: int) -> float:
+    """Return the seconds of a layer whose parts overlap, as ``kernels.hybrid`` orchestrates them.
+
+    Routed experts on the CPU overlap with the shared experts and with routed ones on the GPU. The
+    layer's deferred experts overlap with the next layer too, so in a sequence of such layers each
+    takes the longer of the GPU's path, which waits for the immediate experts alone, and of all of
+    its CPU work.
+
+    Args:
+        time: the layer's parts.
+        deferred: experts of a token that are deferred.
     """
-    late = min(deferred, layer.top_k) / layer.top_k if layer.top_k else 0.0
+    parts, late = time.parts, time.find_late_share(deferred)
+    before = parts.gpu - time.shared_gpu + parts.cpu
     immediate = parts.cpu_experts * (1 - late)
-    waiting = parts.gpu + parts.cpu + max(immediate, parts.gpu_experts)
-    return max(waiting, parts.cpu + parts.cpu_experts) + parts.stream + parts.handover
+    beside = time.shared_gpu + parts.gpu_experts
+    waiting = before + max(immediate, beside) + parts.handover
+    return max(waiting, parts.cpu + parts.cpu_experts) + parts.stream
 
 
 def _step(
@@ -310,11 +361,13 @@ def _step(
     machine = _Machine(spec, place, eff)
     sums = dict.fromkeys(Parts.__struct_fields__, 0.0)
     seconds = 0.0
-    groups: dict[ShapeLayer, int] = {}
-    for layer in shape.layers:
-        groups[layer] = groups.get(layer, 0) + 1
-    for layer, count in groups.items():
-        parts = _layer_parts(
+    groups: dict[tuple[ShapeLayer, int], int] = {}
+    for i, layer in enumerate(shape.layers):
+        # The last layer defers nothing, since no layer is left to add it.
+        deferred = 0 if is_prefill or i == len(shape.layers) - 1 else place.deferred
+        groups[layer, deferred] = groups.get((layer, deferred), 0) + 1
+    for (layer, deferred), count in groups.items():
+        time = _layer_time(
             machine,
             shape,
             layer,
@@ -325,7 +378,8 @@ def _step(
             context=context,
             is_prefill=is_prefill,
         )
-        seconds += count * _layer_seconds(parts, layer, 0 if is_prefill else place.deferred)
+        parts = time.parts
+        seconds += count * _layer_seconds(time, deferred)
         seconds += 0.0 if machine.num else count * eff.layer_us * 1e-6
         for name in sums:
             sums[name] += count * getattr(parts, name)
@@ -343,7 +397,7 @@ def _step(
         passed = (machine.num - 1) * (payload / machine.peer_link + HOP_US * 1e-6)
         sums["gpu"] += passed
         last += passed
-    return StepTime(seconds=seconds + last, parts=Parts(**sums))
+    return StepTime(seconds=seconds + last, parts=Parts(**sums), after_layers=last)
 
 
 def decode_time(
@@ -392,9 +446,8 @@ def list_decode_layers(
     Args: as for ``decode_time``.
     """
     machine = _Machine(spec, place, eff)
-
-    def count(layer: ShapeLayer) -> Parts:
-        return _layer_parts(
+    return [
+        _layer_time(
             machine,
             shape,
             layer,
@@ -405,15 +458,8 @@ def list_decode_layers(
             context=context,
             is_prefill=False,
         )
-
-    times: list[LayerTime] = []
-    for layer in shape.layers:
-        parts = count(layer)
-        alone = (
-            count(msgspec.structs.replace(layer, shared_weights=0)) if layer.num_experts else parts
-        )
-        times.append(LayerTime(parts=parts, shared_gpu=parts.gpu - alone.gpu))
-    return times
+        for layer in shape.layers
+    ]
 
 
 def chunk_time(
@@ -485,4 +531,8 @@ def prefill_time(
         heads=1,
     )
     fields = {name: getattr(step.parts, name) * num_chunks for name in Parts.__struct_fields__}
-    return StepTime(seconds=step.seconds * num_chunks, parts=Parts(**fields))
+    return StepTime(
+        seconds=step.seconds * num_chunks,
+        parts=Parts(**fields),
+        after_layers=step.after_layers * num_chunks,
+    )

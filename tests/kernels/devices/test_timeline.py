@@ -29,7 +29,7 @@ def run(*, has_shared, is_captured=True, launch_s=0.0, steps=1, late_share=0.0):
         lambda name: costs.get(name.partition(" ")[0], OTHERS_S),
         link_bytes_per_s=1e15,
         launch_s=launch_s,
-        late_share=late_share,
+        late_share=lambda _: late_share,
     )
     decoder = HybridDecoder(
         device,

@@ -1,7 +1,7 @@
 """A picture of a hybrid decode step: when GPU and CPU work, by the planner's speeds.
 
 The step runs the serving code (``kernels.hybrid``) on a device that only counts time. So the page
-shows what the real orchestration makes of the speeds, beside the planner's own sums.
+shows what the real orchestration makes of the speeds, beside the cost model's own figures.
 """
 
 from html import escape
@@ -13,7 +13,13 @@ from torch import nn
 from tandem.core.errors import ConfigError
 from tandem.kernels.fake.timeline import HOST_LANE, Span, TimelineDevice
 from tandem.kernels.hybrid import HybridDecoder
-from tandem.placement.costs import Efficiencies, LayerTime, decode_time, list_decode_layers
+from tandem.placement.costs import (
+    Efficiencies,
+    LayerTime,
+    StepTime,
+    decode_time,
+    list_decode_layers,
+)
 from tandem.placement.hardware import HardwareSpec
 from tandem.placement.planner import Plan
 from tandem.placement.shape import ModelShape
@@ -53,13 +59,16 @@ class _NoStep:
         raise AssertionError(f"{name} was called on a device that only keeps a clock")
 
 
-def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> TimelineDevice:
+def run_step(
+    plan: Plan, layers: list[LayerTime], shape: ModelShape, after_layers: float
+) -> TimelineDevice:
     """Run a decode step of a plan on a simulated device, and return the device.
 
     Args:
         plan: plan with routed experts on the CPU beside a GPU.
         layers: predicted seconds of its layers.
         shape: sizes of the model.
+        after_layers: seconds of the GPU after the last layer.
     """
     users, place = plan.wishes.users, plan.placement
     top_k = max(layer.top_k for layer in shape.layers)
@@ -67,7 +76,7 @@ def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> Timeline
     def count(name: str) -> float:
         verb, _, number = name.partition(" ")
         if not number:
-            return 0.0
+            return after_layers if verb == "end" else 0.0
         time = layers[int(number)]
         match verb:
             case "layer":
@@ -81,6 +90,11 @@ def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> Timeline
             case _:
                 return 0.0
 
+    def find_late_share(name: str) -> float:
+        number = int(name.partition(" ")[2])
+        is_last = number == len(layers) - 1
+        return 0.0 if is_last else layers[number].find_late_share(place.deferred)
+
     handover = max(time.parts.handover for time in layers)
     device = TimelineDevice(
         count,
@@ -88,7 +102,7 @@ def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> Timeline
         link_bytes_per_s=float("inf"),
         launch_s=LAUNCH_S,
         handover_s=handover / 2,
-        late_share=min(place.deferred, top_k) / top_k,
+        late_share=find_late_share,
     )
     hosted = [time.parts.cpu_experts > 0 for time in layers]
     nothing = _NoStep()
@@ -106,20 +120,18 @@ def run_step(plan: Plan, layers: list[LayerTime], shape: ModelShape) -> Timeline
     return device
 
 
-def list_lanes(device: TimelineDevice, planned_s: float, layers: list[LayerTime]) -> list[Lane]:
+def list_lanes(device: TimelineDevice, planned: StepTime) -> list[Lane]:
     """Return the busy shares of a step, by the simulated run and by the planner.
 
     Args:
         device: device on which the step has run.
-        planned_s: seconds of the step by the planner.
-        layers: predicted seconds of its layers.
+        planned: the same step by the cost model.
     """
-    gpu = sum(time.parts.gpu + time.parts.gpu_experts for time in layers)
-    cpu = sum(time.parts.cpu_experts for time in layers)
-    whole = device.end_s
+    parts, whole = planned.parts, device.end_s
+    gpu, cpu = parts.gpu + parts.gpu_experts, parts.cpu_experts
     return [
-        Lane("GPU", device.count_busy_s(GPU_LANE) / whole, gpu / planned_s),
-        Lane("CPU experts", device.count_busy_s(HOST_LANE) / whole, cpu / planned_s),
+        Lane("GPU", device.count_busy_s(GPU_LANE) / whole, gpu / planned.seconds),
+        Lane("CPU experts", device.count_busy_s(HOST_LANE) / whole, cpu / planned.seconds),
     ]
 
 
@@ -140,19 +152,29 @@ def render_timeline(plan: Plan, spec: HardwareSpec, shape: ModelShape, eff: Effi
     if not any(time.parts.handover for time in layers):
         what = "this plan has no experts on a CPU beside a GPU, so there is one lane: see its sums"
         raise ConfigError("cli.plan", what, field="--timeline")
-    planned_s = decode_time(*given, users=wishes.users, context=wishes.context).seconds
-    device = run_step(plan, layers, shape)
-    lanes = list_lanes(device, planned_s, layers)
+    planned = decode_time(*given, users=wishes.users, context=wishes.context)
+    device = run_step(plan, layers, shape, planned.after_layers)
+    lanes = list_lanes(device, planned)
     rows = "".join(
         f"<tr><td>{lane.name}</td><td>{lane.busy:.0%}</td><td>{lane.planned:.0%}</td></tr>"
         for lane in lanes
+    )
+    on_cpu = planned.parts.cpu
+    left_out = (
+        ""
+        if not on_cpu
+        else (
+            f" Left out of the lanes: {on_cpu * 1e3:.2f} ms of matrices that the plan has on the "
+            "CPU, which no step that serves computes there."
+        )
     )
     title = f"{plan.model} on {plan.machine}"
     deferred = plan.placement.deferred
     facts = (
         f"One decode step of {wishes.users} sequences of {wishes.context:,} tokens, "
         f"{deferred} experts of a token deferred: {device.end_s * 1e3:.2f} ms as it is "
-        f"orchestrated, {planned_s * 1e3:.2f} ms by the planner's sums (with the head)."
+        f"orchestrated, {planned.seconds * 1e3:.2f} ms by the cost model."
+        f"{left_out}"
     )
     return (
         f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'

@@ -92,8 +92,10 @@ class TimelineDevice:
             they submit to the host's lane (0: they submit none).
         link_bytes_per_s: speed of copies between host and device.
         launch_s: seconds that the stream needs to launch work outside of a graph.
-        handover_s: seconds that the stream needs for each host function.
-        late_share: share of a host job for which its layer does not wait (deferred experts).
+        handover_s: seconds between stream and host: from the stream to a job that it submits, and
+            from the end of the job that it waits for back to the stream.
+        late_share: gives the share of a host job, by its name, for which its layer does not wait
+            (deferred experts); None: every layer waits for all.
     """
 
     torch_device = torch.device("cpu")
@@ -107,7 +109,7 @@ class TimelineDevice:
         link_bytes_per_s: float,
         launch_s: float = 0.0,
         handover_s: float = 0.0,
-        late_share: float = 0.0,
+        late_share: Callable[[str], float] | None = None,
     ) -> None:
         self._costs = costs
         self._link = link_bytes_per_s
@@ -216,17 +218,18 @@ class TimelineDevice:
     def _submit(self, stream: TimelineStream, name: str) -> None:
         stream.now_s += self._handover_s
         begin_s, cost = max(self._host_s, stream.now_s), self._costs(name)
-        due_s = begin_s + cost * (1 - self._late_share)
+        late = 0.0 if self._late_share is None else self._late_share(name)
+        due_s = begin_s + cost * (1 - late)
         self._host_s = begin_s + cost
         self._due.append(due_s)
         self.spans.append(Span(HOST_LANE, name, begin_s, due_s))
-        if self._late_share:
+        if late:
             self.spans.append(Span(HOST_LANE, f"late {name}", due_s, self._host_s))
 
     def _wait(self, stream: TimelineStream, name: str) -> None:
         del name
         due_s = self._due.pop(0) if self._due else 0.0
-        stream.now_s = max(stream.now_s + self._handover_s, due_s)
+        stream.now_s = max(stream.now_s, due_s) + self._handover_s
 
 
 def _as_own(stream: Stream) -> TimelineStream:
