@@ -21,6 +21,23 @@ def test_cases_measure_every_way():
     assert min(record.ours, record.baseline, record.ceiling) > 0
     assert record.baseline_name in ("mapped", "mapped willneed")
     assert record.limits["planned"][0] > 0
+    assert record.limits["without guesses"][0] > 0
+
+
+def test_routers_choose_the_trace_and_guess_as_often_right_as_they_should(tmp_path, monkeypatch):
+    """Otherwise nothing would be read ahead, and both figures would be of the same work."""
+    monkeypatch.setattr("tandem.placement.experts.tier.MIN_GUESSES", 4)
+    model = nvme._Model(tmp_path, num_layers=3, num_tokens=6)
+    case = nvme._Case(model, 16, repeats=False)
+    for layer in (1, 2):
+        router = model.make_router(layer, case.trace)
+        for x, token in zip(model.x, case.trace, strict=True):
+            chosen = set(token[layer][0].tolist())
+            assert set(router.route(x[layer])[2][0].tolist()) == chosen
+            guessed = set(router.route(x[layer - 1])[2][0].tolist())
+            assert len(guessed & chosen) == round(nvme.TOP_K * nvme.GUESSED_RIGHT)
+    assert case.check() == "ok"
+    assert case.num_guessed > 0
 
 
 def test_other_sums_give_no_time(monkeypatch):

@@ -7,13 +7,19 @@ reads by page faults, the other asks with MADV_WILLNEED for the experts of each 
 everything that they have read, so they are not limited by memory. Results are first compared
 bitwise.
 
+Each layer has a router that chooses the trace's experts on the layer's own input, and names some
+others on that of the layer before: the share of right guesses is set. ``without guesses`` is ours
+with nothing read ahead.
+
 The ceiling is the longer of two times of the same round: the same tokens with all experts in
 memory, and reading as many experts as ours missed from the same file, at the same size and queue
-depth. ``planned`` is the planner's prediction, given that rate of the disk and these hits. Files
+depth. ``planned`` is the planner's prediction, given that rate of the disk and these hits, both
+without guesses, of which it knows nothing. Files
 are written to the folder for temporary files (TMPDIR).
 """
 
 import ctypes
+import itertools
 import mmap
 import os
 import shutil
@@ -33,6 +39,7 @@ from tandem.core.errors import DeadlineError
 from tandem.kernels.cpu.expert_slots import ExpertTier
 from tandem.kernels.cpu.experts import PackedExperts, count_bytes
 from tandem.kernels.cpu.tiered_experts import TieredExperts
+from tandem.kernels.guesses import ExpertGuess
 from tandem.kernels.weights.formats import find_format
 from tandem.models.loading.expert_disk import ReadRate, measure_reads
 from tandem.placement.experts.cache import LruPolicy
@@ -45,13 +52,18 @@ __all__ = ["make_cases"]
 
 FORMAT = "int4g32"
 HIDDEN, INNER, NUM_EXPERTS, TOP_K = 2048, 768, 128, 8
-NUM_LAYERS, QUICK_LAYERS = 3, 1
+NUM_LAYERS, QUICK_LAYERS = 3, 2
 NUM_TOKENS, QUICK_TOKENS = 24, 12
 NUM_STAGED = 32
 REPEATED = 0.6
 """Share of a token's experts that the token before chose too, in traces that repeat: between the
 published hit rates of caches of a quarter and of half of the experts.
 """
+GUESSED_RIGHT = 0.75
+"""Share of the experts that a router names on the input of the layer before which the layer then
+chooses: above what the gate demands, so that experts are read ahead.
+"""
+SURE_LOGIT = 10.0
 READ_TIMEOUT_MS = 60_000
 DROPS = 500
 
@@ -75,7 +87,8 @@ class _Model:
         self.slot_bytes = count_slot_bytes(self.expert_bytes)
         self.paths = [folder / f"{i}.packed" for i in range(num_layers)]
         chance = torch.Generator().manual_seed(1)
-        self.x = torch.randn(num_tokens, 1, HIDDEN, generator=chance).bfloat16()
+        self.x = torch.randn(num_tokens, num_layers, 1, HIDDEN, generator=chance).bfloat16()
+        """Inputs of each token's layers."""
         self.weights = torch.full((1, TOP_K), 1 / TOP_K)
 
     @cached_property
@@ -121,9 +134,44 @@ class _Model:
         """Return the experts' output of all tokens in all layers."""
         return [
             bank.forward(x, ids, self.weights)
-            for x, token in zip(self.x, trace, strict=True)
-            for bank, ids in zip(banks, token, strict=True)
+            for x_of_layers, token in zip(self.x, trace, strict=True)
+            for bank, x, ids in zip(banks, x_of_layers, token, strict=True)
         ]
+
+    def make_router(self, layer: int, trace: list[list[torch.Tensor]]) -> "_Router":
+        """Return the router of a layer after the first: it chooses the trace's experts on the
+        layer's input, and ``GUESSED_RIGHT`` of them on the input of the layer before.
+        """
+        chance = np.random.default_rng(5 + layer)
+        inputs = self.x[:, layer - 1 : layer + 1, 0].float().flatten(0, 1)
+        logits = torch.zeros(len(inputs), NUM_EXPERTS)
+        for i, token in enumerate(trace):
+            chosen = token[layer][0].numpy()
+            right = chance.permutation(chosen)[: round(TOP_K * GUESSED_RIGHT)]
+            others = np.setdiff1d(np.arange(NUM_EXPERTS), chosen)
+            wrong = chance.choice(others, TOP_K - len(right), replace=False)
+            guessed = chance.permutation(np.concatenate([right, wrong]))
+            for row, ids in ((2 * i, guessed), (2 * i + 1, chosen)):
+                # Unlike logits, so that the experts have an order.
+                logits[row, torch.from_numpy(ids)] = SURE_LOGIT - torch.arange(TOP_K) / TOP_K
+        return _Router(torch.linalg.lstsq(inputs, logits, driver="gelsd").solution)
+
+
+class _Router:
+    """A router of one product.
+
+    Args:
+       weight: its matrix, [D, E].
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return logits, weights and ids of the chosen experts."""
+        logits = x.float() @ self._weight
+        weights, ids = logits.topk(TOP_K, -1)
+        return logits, weights, ids
 
 
 class _Case:
@@ -132,8 +180,15 @@ class _Case:
     def __init__(self, model: _Model, num_slots: int, *, repeats: bool) -> None:
         self.model, self.num_slots = model, num_slots
         self.trace = model.make_trace(repeats=repeats)
+        # They outlive the layers of a round, so that what they have learnt holds in the next one.
+        self.guesses = [
+            ExpertGuess(model.make_router(layer, self.trace))
+            for layer in range(1, model.num_layers)
+        ]
         self.missed_bytes = 0
         self.hit_rate = 0.0
+        self.num_guessed = 0
+        """Experts that a run of the trace read ahead."""
         self.rates: list[float] = []
         self.times: list[float] = []
 
@@ -152,8 +207,12 @@ class _Case:
         reader.array()[:] = 0  # Touch the pages, as the first tokens of a server have done.
         return reader
 
-    def open(self) -> tuple[ExpertTier, list[PackedExperts]]:
-        """Return the layers with empty slots."""
+    def open(self, *, is_guessing: bool = True) -> tuple[ExpertTier, list[PackedExperts]]:
+        """Return the layers with empty slots.
+
+        Args:
+            is_guessing: True if each layer reads the next one's experts ahead.
+        """
         model = self.model
         tier = ExpertTier(
             self.reader,
@@ -163,7 +222,7 @@ class _Case:
             max_insertions=self.num_slots,
             alignment=DirectReader.ALIGNMENT,
         )
-        layers: list[PackedExperts] = [
+        layers = [
             TieredExperts(
                 *model.settings,
                 pool=model.pool,
@@ -174,16 +233,23 @@ class _Case:
             )
             for path in model.paths
         ]
-        return tier, layers
+        pairs = zip(itertools.pairwise(layers), self.guesses, strict=True) if is_guessing else ()
+        for (before, experts), guess in pairs:
+            experts.follow(before, guess)
+        return tier, [*layers]
 
     def check(self) -> str:
         """Compare the outputs of our implementation and of every rival bitwise; return ``ok`` or
         the error.
         """
         wanted = self.model.compute(self.model.banks, self.trace)
-        tier, layers = self.open()
-        if not _equal(self.model.compute(layers, self.trace), wanted):
-            return "experts from disk give other sums"
+        # The first run with guesses teaches that they are right.
+        for is_guessing in (True, True, False):
+            tier, layers = self.open(is_guessing=is_guessing)
+            if not _equal(self.model.compute(layers, self.trace), wanted):
+                return "experts from disk give other sums"
+            if is_guessing:
+                self.num_guessed = tier.counters.guessed
         counters = tier.counters
         missed = counters.inserted + counters.passed
         self.missed_bytes = counters.read_bytes
@@ -193,9 +259,9 @@ class _Case:
                 return "mapped experts give other sums"
         return "ok"
 
-    def ours(self) -> float:
+    def ours(self, *, is_guessing: bool = True) -> float:
         """Measure our milliseconds per token, with experts read from the disk into slots."""
-        _, layers = self.open()
+        _, layers = self.open(is_guessing=is_guessing)
         seconds = time_call(lambda: self.model.compute(layers, self.trace))
         return 1e3 * seconds / self.model.num_tokens
 
@@ -204,11 +270,11 @@ class _Case:
         model = self.model
         with _Mapping(model) as mapping:
             begin = time.perf_counter()
-            for x, token in zip(model.x, self.trace, strict=True):
+            for x_of_layers, token in zip(model.x, self.trace, strict=True):
                 for layer, ids in enumerate(token):
                     if will_need:
                         mapping.want(layer, ids[0].tolist())
-                    mapping.banks[layer].forward(x, ids, model.weights)
+                    mapping.banks[layer].forward(x_of_layers[layer], ids, model.weights)
             return 1e3 * (time.perf_counter() - begin) / model.num_tokens
 
     def ceiling(self) -> float:
@@ -335,7 +401,10 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
                     "mapped willneed": lambda case=case: case.mapped(will_need=True),
                 },
                 ceiling=case.ceiling,
-                limits={"planned": case.planned},
+                limits={
+                    "planned": case.planned,
+                    "without guesses": lambda case=case: case.ours(is_guessing=False),
+                },
             )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

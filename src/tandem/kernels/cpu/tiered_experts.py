@@ -23,12 +23,11 @@ from tandem.core.errors import CapacityError, UnsupportedError
 from tandem.core.model.layers import ExpertsSpec
 from tandem.kernels.cpu.expert_slots import ExpertTier, LayerSlots, TierCounters
 from tandem.kernels.cpu.experts import NativeExperts, PackedExperts, WeightCache, start_submitter
+from tandem.kernels.guesses import ExpertGuess
 from tandem.kernels.interfaces import WeightReader
 from tandem.kernels.native import Buffer
-from tandem.kernels.operators.moe import Router
 from tandem.kernels.weights.formats import WeightFormat
 from tandem.placement.experts.cache import CachePolicy
-from tandem.placement.experts.tier import GuessGate
 
 __all__ = ["DiskExperts", "TierShare", "TieredExperts"]
 
@@ -36,8 +35,6 @@ MAX_CACHED_TOKENS = 16
 """Most tokens of a step that uses the slots: decodes of some requests, with draft tokens. A prefill
 uses nearly all experts of a layer once, and would evict those that decodes use.
 """
-MAX_GUESSES = 4
-"""Most experts of a layer that a step reads ahead."""
 
 
 class TieredExperts(PackedExperts):
@@ -71,8 +68,36 @@ class TieredExperts(PackedExperts):
             num_slots=num_slots,
             policy=policy,
         )
+        self._guess: ExpertGuess | None = None
+        """Guess of these experts; None: no layer before is on disk too."""
+        self._follower: TieredExperts | None = None
+        """Experts of the next layer, if they are guessed."""
 
-    def run(
+    def follow(self, before: "TieredExperts", guess: ExpertGuess) -> None:
+        """Guess these experts while the previous layer computes, and read them ahead if that pays.
+
+        Args:
+            before: the experts of the previous layer.
+            guess: made of this layer's router, which runs in the thread of the previous layer.
+        """
+        self._guess = guess
+        before._follower = self
+
+    def run(self, x_TD: Buffer, ids_TK: Buffer, weights_TK: Buffer, out_TD: Buffer) -> None:
+        """Read missing experts and write the weighted sum to ``out_TD``.
+
+        While these reads are under way, the next layer's are guessed. Raises the errors of this
+        layer's reads.
+        """
+        follower, on_begun = self._follower, None
+        if len(ids_TK.tensor) <= MAX_CACHED_TOKENS:
+            if self._guess is not None:
+                self._guess.compare(ids_TK.tensor.flatten().tolist())
+            if follower is not None:
+                on_begun = partial(follower._read_ahead, x_TD.tensor)
+        self._read_and_compute(x_TD, ids_TK, weights_TK, out_TD, on_begun)
+
+    def _read_and_compute(
         self,
         x_TD: Buffer,
         ids_TK: Buffer,
@@ -80,11 +105,7 @@ class TieredExperts(PackedExperts):
         out_TD: Buffer,
         on_begun: Callable[[], None] | None = None,
     ) -> None:
-        """Read missing experts and write the weighted sum to ``out_TD``; raises the errors of the
-        reads.
-
-        ``on_begun`` is called once the reads have begun, before the first is waited for.
-        """
+        """Do ``run`` without guesses; call ``on_begun`` before the first read is waited for."""
         given = (x_TD, ids_TK, weights_TK, out_TD)
         layer, memory = self._layer, self._tier.memory
         ids = ids_TK.tensor.numpy()
@@ -94,6 +115,12 @@ class TieredExperts(PackedExperts):
 
         is_cached = len(ids) <= MAX_CACHED_TOKENS
         layer.run(ids, compute, is_cached=is_cached, on_begun=on_begun)
+
+    def _read_ahead(self, before_TD: Tensor) -> None:
+        assert self._guess is not None, "nothing to guess by"
+        expert_ids = self._guess.propose(before_TD, self._layer.list_missing)
+        if expert_ids:
+            self._layer.guess(expert_ids)
 
     @property
     def layer(self) -> LayerSlots:
@@ -115,23 +142,29 @@ class TieredExperts(PackedExperts):
         if delta_PC is not None or kept_PC is not None:
             what = "experts on disk have no gradients: train with all of them in memory"
             raise UnsupportedError("kernels.run_experts", what)
-        out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
-        self._run_tensors(x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
-        return out_TD
-
-    def _run_tensors(
-        self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, out_TD: Tensor
-    ) -> None:
-        ids = Buffer(ids_TK.long().contiguous())
-        self.run(Buffer(x_TD), ids, Buffer(weights_TK), Buffer(out_TD))
+        buffers = _make_buffers(x_TD, ids_TK, weights_TK)
+        self.run(*buffers)
+        return buffers[-1].tensor
 
     def submit(
         self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
     ) -> tuple[Future[None], Tensor]:
-        """Begin ``forward`` in the background; return a future of its end and the output tensor."""
-        out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
-        tensors = (x_TD.detach(), ids_TK, weights_TK.detach(), out_TD)
-        return start_submitter(os.getpid()).submit(self._run_tensors, *tensors), out_TD
+        """Begin ``forward`` in the background; return a future of its end and the output tensor.
+
+        Nothing is guessed: the next layer's router belongs to the caller's thread.
+        """
+        buffers = _make_buffers(x_TD, ids_TK, weights_TK)
+        job = start_submitter(os.getpid()).submit(self._read_and_compute, *buffers)
+        return job, buffers[-1].tensor
+
+
+def _make_buffers(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor
+) -> tuple[Buffer, Buffer, Buffer, Buffer]:
+    """Return buffers of hidden states, ids and weights, and a new one for the sum."""
+    out_TD = torch.empty(x_TD.shape, dtype=torch.float32)
+    ids = Buffer(ids_TK.long().contiguous())
+    return Buffer(x_TD.detach()), ids, Buffer(weights_TK.detach()), Buffer(out_TD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +200,6 @@ class DiskExperts(NativeExperts):
         super().__init__(spec, weight_format=weight_format, pool=pool, cache=cache)
         self._disk_cache = cache
         self._share = share
-        self._follower: DiskExperts | None = None
-        self._router: Router | None = None
-        self._gate = GuessGate()
-        self._guesses: list[int] = []
-        """Experts without a slot that this step was predicted to choose."""
 
     @property
     def counters(self) -> TierCounters:
@@ -221,40 +249,8 @@ class DiskExperts(NativeExperts):
         """False: the weights are on disk."""
         return False
 
-    def follow(self, before: "DiskExperts", router: Router) -> None:
-        """Predict these experts while the previous layer computes: run this router on its input.
-
-        Args:
-            before: the experts of the previous layer.
-            router: the router of this layer.
-        """
-        self._router, self._gate = router, GuessGate()
-        before._follower = self
-
-    def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer) -> None:
-        """Write the experts' sum; begin to read experts that the next layer may need, if
-        that pays.
-        """
-        tiered, follower = self._experts, self._follower
-        assert isinstance(tiered, TieredExperts), "not loaded"
-        if self._guesses:
-            self._gate.note(self._guesses, ids_TK.tensor.flatten().tolist())
-            self._guesses = []
-        on_begun = None
-        if follower is not None and len(x_TD.tensor) <= MAX_CACHED_TOKENS:
-            on_begun = partial(follower._guess, x_TD.tensor)
-        tiered.run(x_TD, ids_TK, w_TK, out_TD, on_begun)
-
-    def _guess(self, x_TD: Tensor) -> None:
-        """Predict experts from the previous layer's input; read them if predictions were often
-        right.
-        """
-        tiered, router = self._experts, self._router
-        assert isinstance(tiered, TieredExperts), "not loaded"
-        assert router is not None, "nothing to guess by"
-        _, _, ids_TK = router.route(x_TD)
-        # The transpose lists each token's best expert first, then each token's second best.
-        likeliest = list(dict.fromkeys(ids_TK.t().flatten().tolist()))
-        self._guesses = tiered.layer.list_missing(likeliest)[:MAX_GUESSES]
-        if self._guesses and self._gate.is_open:
-            tiered.layer.guess(self._guesses)
+    @property
+    def tiered(self) -> TieredExperts:
+        """The loaded experts."""
+        assert isinstance(self._experts, TieredExperts), "not loaded"
+        return self._experts

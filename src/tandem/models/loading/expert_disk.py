@@ -17,6 +17,7 @@ from tandem.core.model.layers import ExpertsSpec
 from tandem.core.model.plan import NO_FORMAT, ExpertTierPlan, ModelPlan, MoeSpec
 from tandem.kernels.cpu.expert_slots import ExpertTier
 from tandem.kernels.cpu.tiered_experts import DiskExperts, TierShare
+from tandem.kernels.guesses import ExpertGuess
 from tandem.kernels.operators.moe import MoeBlock, Router
 from tandem.placement.experts.cache import EXPERT_POLICIES
 from tandem.placement.experts.tier import ExpertSizes, predict_missed_bytes, size_tier
@@ -145,7 +146,7 @@ def follow_experts(model: nn.Module) -> None:
         if not isinstance(experts, DiskExperts):
             continue
         if before is not None and isinstance(router, Router):
-            experts.follow(before, router)
+            experts.tiered.follow(before.tiered, ExpertGuess(router))
         before = experts
 
 
