@@ -42,8 +42,23 @@ class Captured(TorchDispatchMode):
         return out
 
 
+def put_adapters(adapters, device):
+    """Install two adapters of unlike ranks in all modules, and give them a row each of a step."""
+    for slot, rank in enumerate((2, 3)):
+        for part in adapters.modules.values():
+            a, b = (
+                torch.ones(shape, dtype=adapters._dtype, device=device)
+                for shape in ((rank, part.in_features), (part.out_features, rank))
+            )
+            part.set_delta(slot, a, b, 0.5)
+    adapters._step.begin(3, {0: [1], 1: [2]})
+
+
 def find_waits(model, block_size, num_tokens=3):
-    """Run the layers of a decode step of a fused model; return what a graph cannot hold of it."""
+    """Run the layers of a decode step of a fused model; return what a graph cannot hold of it.
+
+    If the model takes adapters, the first row is the model's and the next two have one each.
+    """
     sequences = [
         SequenceChunk(
             token_ids=[5 + i],
@@ -75,6 +90,9 @@ def find_waits(model, block_size, num_tokens=3):
         )
         fixed.fill_(batch, hidden, inputs)
         step, hidden = fixed.step, fixed.hidden
+        if model.adapters is not None:
+            put_adapters(model.adapters, model.device)
+            assert model.adapters.fix_step(size) > 0
         with captured:
             step.begin_()
     else:

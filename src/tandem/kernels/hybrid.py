@@ -153,7 +153,7 @@ class HybridDecoder:
             raise UnsupportedError("kernels.hybrid", what)
         self._stream: Stream = device.make_stream()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tandem-hybrid")
-        self._batches: dict[tuple[int, int], _Batch] = {}
+        self._batches: dict[tuple[int, tuple[int, ...]], _Batch] = {}
 
     def close(self) -> None:
         """End the experts' thread and free the graphs, whose host functions refer to them."""
@@ -168,7 +168,7 @@ class HybridDecoder:
         *,
         num_live: int | None = None,
         is_captured: bool | None = None,
-        key: int = 0,
+        key: tuple[int, ...] = (),
     ) -> None:
         """Run all layers on the residual stream, in place.
 
@@ -222,6 +222,12 @@ class HybridDecoder:
             raise batch.failure
         if lane is not None:
             lane.end_step()
+
+    def discard(self, is_stale: Callable[[tuple[int, ...]], bool]) -> None:
+        """Free the graphs of the keys for which ``is_stale`` is true: their memory has moved."""
+        stale = [named for named in self._batches if is_stale(named[1])]
+        for named in stale:
+            self._batches.pop(named).graphs.clear()
 
     def _make_batch(self, size: int) -> _Batch:
         device, shape = self._device, (size, *self._shape)

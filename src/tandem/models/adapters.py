@@ -64,10 +64,11 @@ class ModelAdapters:
         max_adapters: int,
     ) -> None:
         execution = context.choose_execution(dtype)
-        self._step = StepAdapters(max_adapters, is_native=execution.is_native, pool=context.pool)
-        self._dtype = dtype
         self._device = context.device.torch_device
-        self._matrices: list[AdaptedMatrix | AdaptedHeads] = []
+        self._step = StepAdapters(
+            max_adapters, is_native=execution.is_native, device=self._device, pool=context.pool
+        )
+        self._dtype = dtype
         self._parts: dict[str, AdaptedPart] = {}
         for name, module in skeleton.named_modules():
             if isinstance(module, Operator):
@@ -80,15 +81,11 @@ class ModelAdapters:
 
     def wrap_matrix(self, matrix: Matrix) -> AdaptedMatrix:
         """Return the matrix wrapped to take adapters."""
-        wrapped = AdaptedMatrix(matrix, self._step)
-        self._matrices.append(wrapped)
-        return wrapped
+        return AdaptedMatrix(matrix, self._step)
 
     def wrap_heads(self, matrix: HeadMatrix) -> AdaptedHeads:
         """Return the matrices of heads wrapped to take adapters."""
-        wrapped = AdaptedHeads(matrix, self._step)
-        self._matrices.append(wrapped)
-        return wrapped
+        return AdaptedHeads(matrix, self._step)
 
     @property
     def modules(self) -> Mapping[str, AdaptedPart]:
@@ -145,6 +142,13 @@ class ModelAdapters:
         """Begin a step, given the rows of each adapter by digest; ``end_step`` ends it."""
         self._step.begin(num_rows, {self._loaded[digest].slot: own for digest, own in rows.items()})
 
+    def fix_step(self, size: int) -> int:
+        """Compute the begun step's adapters at fixed addresses, for a graph of ``size`` rows.
+
+        Returns: the number of the memory's layout, as ``StepAdapters.fix``.
+        """
+        return self._step.fix(size)
+
     def end_step(self) -> None:
         """End the step: rows belong to no adapter any more."""
         self._step.end()
@@ -176,6 +180,5 @@ class ModelAdapters:
         return LoadedAdapter(files.digest, slot, rank, len(files.modules), size_bytes)
 
     def _clear(self, slot: int) -> None:
-        for matrix in self._matrices:
-            matrix.remove_parts(slot)
+        self._step.empty(slot)
         self._free_slots.append(slot)

@@ -18,10 +18,13 @@ from hybrid import (  # noqa: E402 - after the skip
     save_kimi_delta,
     save_short_convolutions,
 )
+from random_adapter import write_adapter  # noqa: E402
 
+from tandem.core.adapter import AdapterSource  # noqa: E402
 from tandem.core.clock import MonotonicClock  # noqa: E402
 from tandem.core.wire import AddRequest, SamplingParams  # noqa: E402
 from tandem.engine import planning  # noqa: E402
+from tandem.engine.adapters import AdapterTable  # noqa: E402
 from tandem.engine.build import build_engine  # noqa: E402
 from tandem.engine.config import EngineConfig  # noqa: E402
 from tandem.kernels.cpu.device import CpuDevice  # noqa: E402
@@ -80,12 +83,15 @@ def build(path="demo", *, is_captured, deferred=0, is_uploading=False, num_slots
     return built
 
 
-def generate(built):
+def generate(built, lengths=LENGTHS, adapters=("", "", "")):
     """Tokens of each prompt; batches shrink as requests end."""
     engine = built.engine
-    for i, (prompt, length) in enumerate(zip(PROMPTS, LENGTHS, strict=True)):
+    for i, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True)):
         sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True, logprobs=2)
-        engine.add(AddRequest(request_id=str(i), prompt_ids=prompt, sampling=sampling))
+        request = AddRequest(
+            request_id=str(i), prompt_ids=prompt, sampling=sampling, adapter=adapters[i]
+        )
+        engine.add(request)
     found = [[] for _ in PROMPTS]
     for _ in range(500):
         if not engine.has_requests:
@@ -161,6 +167,70 @@ def test_states_are_updated_in_a_graph(device, tmp_path, save):
     fixed = captured.model._fixed
     assert {size for size, _ in fixed} == {1, 2, 4}
     assert all(one.states is not None for one in fixed.values())
+
+
+def list_layouts(built):
+    """Layouts of the adapters' memory that graphs were captured with; 0: steps without adapters."""
+    return {layout for _, (_, layout) in built.model._hybrid._batches}
+
+
+def check_adapters(device, folder, path):
+    """One graph for all adapters of a batch; a larger rank moves memory, and graphs are made anew.
+
+    Slots are given again to other adapters, whose factors take the places of the former ones.
+    """
+    plain, queued, captured = (build(path, is_captured=flag) for flag in (False, False, True))
+    plain.model._fixed = None
+    tables = [
+        AdapterTable(built.model.enable_adapters(2), built.engine, built.identity, None)
+        for built in (plain, queued, captured)
+    ]
+    digests = {}
+    for seed, (name, rank) in enumerate((("one", 2), ("two", 4), ("three", 3), ("wide", 9))):
+        write_adapter(tables[0], folder / name, seed, rank=rank)
+
+    def load(name):
+        source = AdapterSource(name=name, folder=str(folder / name))
+        (digests[name],) = {table.load(source).digest for table in tables}
+
+    def unload(name):
+        for table in tables:
+            table.unload(digests[name])
+
+    def check(*names, and_plain=False):
+        adapters = [digests.get(name, "") for name in names]
+        wanted, got = (generate(built, (3, 4, 4), adapters) for built in (queued, captured))
+        assert got == wanted
+        if and_plain:
+            assert tell_tokens(got) == tell_tokens(generate(plain, (3, 4, 4), adapters))
+        return tell_tokens(got)
+
+    load("one")
+    load("two")
+    first = check("one", "two", "one", and_plain=True)
+    known = list_layouts(captured)
+    # Which adapters a batch has, and in what order, is no matter of a graph.
+    other = check("", "one", "two", and_plain=True)
+    assert list_layouts(captured) == known
+    assert all(a != b for a, b in zip(first, other, strict=True)), "adapters change nothing"
+    unload("one")
+    load("three")
+    assert check("three", "two", "")[0] not in (first[0], other[0])
+    unload("two")
+    load("wide")
+    check("three", "wide", "", and_plain=True)
+    (layout,) = list_layouts(captured) - {0}
+    assert layout not in known, "graphs of memory that has moved are kept"
+
+
+@pytest.mark.slow
+def test_adapters_are_captured(device, tmp_path):
+    check_adapters(device, tmp_path, "demo")
+
+
+def test_adapters_of_latents_and_states_are_captured(device, tmp_path):
+    (tmp_path / "adapters").mkdir()
+    check_adapters(device, tmp_path / "adapters", save_kimi_delta(tmp_path))
 
 
 def test_a_value_that_is_looked_at_ends_the_capture(device):

@@ -104,6 +104,8 @@ def check_steps(folder, monkeypatch, **wishes):
             assert not copies.found
         if model.is_fused:
             assert find_waits(model, BLOCK_SIZE) == []
+            model.enable_adapters(2)
+            assert find_waits(model, BLOCK_SIZE) == []
     return plan
 
 

@@ -5,6 +5,9 @@ adapter, that adapter's product. Both products are summed in float32 and rounded
 product is one sum over K and one over the rank, each in a fixed order, so it does not depend on
 other rows; rows without an adapter get bitwise the results of a model without adapters.
 
+A captured step computes the products by ``kernels.torch.factors`` instead, whose graph is the same
+for all adapters; their sums have another order.
+
 Shapes: T rows, K inputs, N outputs, r rank.
 """
 
@@ -20,6 +23,9 @@ from tandem.core.errors import InternalError
 from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.interfaces import AdaptableHeads, AdaptableMatrix, HeadMatrix, LoraPart, Matrix
 from tandem.kernels.native import Buffer, view_tensor
+from tandem.kernels.torch.factors import NO_PLACE, FixedFactors
+
+CPU_DEVICE = torch.device("cpu")
 
 __all__ = [
     "AdaptedHeads",
@@ -89,7 +95,9 @@ class RowGroup:
 
     slot: int
     rows: Tensor
-    """Row numbers, int64, ascending."""
+    """Row numbers, int64, ascending, on the model's device."""
+    numbers: list[int]
+    """The same on the host."""
 
 
 class StepAdapters:
@@ -100,13 +108,24 @@ class StepAdapters:
     Args:
         num_slots: number of adapters that can be loaded.
         is_native: True if native kernels compute the adapters' products, False for torch.
+        device: the model's device, if torch computes.
         pool: threads for the native kernels; None: the caller's thread.
     """
 
-    def __init__(self, num_slots: int, *, is_native: bool, pool: ThreadPool | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        is_native: bool,
+        device: torch.device = CPU_DEVICE,
+        pool: ThreadPool | None = None,
+    ) -> None:
         self.num_slots = num_slots
         self.is_native = is_native
         self.pool = pool
+        self._device = device
+        self.matrices: list[AdaptedMatrix | AdaptedHeads] = []
+        """All matrices that share this object."""
         self.groups: tuple[RowGroup, ...] = ()
         self.native: LoraRows | None = None
         """The rows by adapter for the native kernels; None outside of a step, and in a step without
@@ -114,6 +133,16 @@ class StepAdapters:
         """
         self.num_rows = 0
         self._sums: dict[tuple[int, ...], Buffer] = {}
+        self.places: Tensor | None = None
+        """Place of each row's factors in a step at fixed addresses, int64 [T]; None: another step.
+        """
+        self._places_by_size: dict[int, Tensor] = {}
+        self._place_by_slot: dict[int, int] = {}
+        self._contents = [0] * num_slots
+        """Number of adapters that each slot has held before its present one."""
+        self._placed: dict[int, int] = {}
+        """The same number for the contents of a slot's place."""
+        self._layout = 0
 
     def begin(self, num_rows: int, rows_by_slot: Mapping[int, list[int]]) -> None:
         """Begin a step of ``num_rows`` rows."""
@@ -126,12 +155,48 @@ class StepAdapters:
                 self.native.add(slot, rows)
         elif not self.is_native:
             self.groups = tuple(
-                RowGroup(slot, torch.tensor(rows)) for slot, rows in rows_by_slot.items()
+                RowGroup(slot, torch.tensor(rows, device=self._device), rows)
+                for slot, rows in rows_by_slot.items()
             )
+
+    def fix(self, size: int) -> int:
+        """Compute the begun step's products at fixed addresses; return the number of their layout.
+
+        The factors of the step's adapters are copied to their places first, unless they are there.
+        Steps of one size and one layout use the same memory, whatever their adapters; a layout that
+        was replaced never returns.
+
+        Args:
+            size: rows of the step with those that pad it, which repeat the first row.
+        """
+        assert not self.is_native, "native kernels look up the rows of each step"
+        numbers = [NO_PLACE] * self.num_rows
+        for group in self.groups:
+            place = self._place_by_slot.setdefault(group.slot, len(self._place_by_slot) + 1)
+            if self._placed.get(group.slot) != self._contents[group.slot]:
+                moved = [matrix.place(group.slot, place) for matrix in self.matrices]
+                self._placed[group.slot] = self._contents[group.slot]
+                self._layout += any(moved)
+            for row in group.numbers:
+                numbers[row] = place
+        numbers += numbers[:1] * (size - len(numbers))
+        places = self._places_by_size.get(size)
+        if places is None:
+            places = torch.zeros(size, dtype=torch.int64, device=self._device)
+            self._places_by_size[size] = places
+        places.copy_(torch.tensor(numbers))
+        self.places, self.num_rows = places, size
+        return self._layout
+
+    def empty(self, slot: int) -> None:
+        """Remove the factors of a slot from all matrices, when no running step uses it any more."""
+        self._contents[slot] += 1
+        for matrix in self.matrices:
+            matrix.remove_parts(slot)
 
     def end(self) -> None:
         """End the step: no row belongs to an adapter any more."""
-        self.groups, self.native = (), None
+        self.groups, self.native, self.places = (), None, None
 
     def sum_buffer(self, *shape: int) -> Buffer:
         """Return the step's float32 buffer [T, *shape], with its previous contents."""
@@ -147,13 +212,19 @@ class _Adapted:
 
     Args:
         step: the rows of each adapter; shared by all matrices of a model.
+        out_shape: (heads, outputs of each); 1 head for a matrix without heads.
     """
 
-    def __init__(self, step: StepAdapters) -> None:
+    def __init__(self, step: StepAdapters, out_shape: tuple[int, int]) -> None:
         self._step = step
+        self._out_shape = out_shape
         self._bank = LoraBank(step.num_slots) if step.is_native else None
         self._parts: dict[int, list[LoraPart]] = {}
         """Factors by adapter slot, if torch computes."""
+        self._factors: FixedFactors | None = None
+        """The same at fixed addresses, for captured steps; None: no such step's adapter changed
+        this matrix.
+        """
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
         """Add factors of an adapter that no running step uses yet."""
@@ -172,12 +243,27 @@ class _Adapted:
         if self._bank is not None:
             self._bank.clear(slot)
 
+    def place(self, slot: int, place: int) -> bool:
+        """Copy a slot's factors to a place at fixed addresses; return True if a graph that was
+        captured before does not compute with them.
+        """
+        parts, factors = self._parts.get(slot, ()), self._factors
+        if factors is None:
+            if not parts:
+                return False
+            factors = self._factors = FixedFactors(*self._out_shape)
+        return factors.put(place, parts)
+
     @property
     def _is_needed(self) -> bool:
-        """True if the step has rows of an adapter that changes this matrix."""
+        """True if the step has rows of an adapter that changes this matrix; in a step at fixed
+        addresses, if any such step's adapter changed it.
+        """
         if self._bank is not None:
             rows = self._step.native
             return rows is not None and self._bank.is_needed(rows)
+        if self._step.places is not None:
+            return self._factors is not None
         parts = self._parts
         return any(group.slot in parts for group in self._step.groups)
 
@@ -197,7 +283,10 @@ class _Adapted:
         has_heads = x.tensor.dim() == 3
         x_THK = x.tensor if has_heads else x.tensor[:, None]
         sums_THN = sums.tensor if has_heads else sums.tensor[:, None]
-        for group in step.groups:
+        if step.places is not None:
+            assert self._factors is not None, "no adapter changes this matrix"
+            self._factors.add_(sums_THN, x_THK, step.places)
+        for group in () if step.places is not None else step.groups:
             for part in self._parts.get(group.slot, ()):
                 x_RK = x_THK[group.rows, part.head].float()
                 low = x_RK @ part.a_RK.float().t() * part.scale
@@ -227,7 +316,8 @@ class AdaptedMatrix(_Adapted):
     """
 
     def __init__(self, base: Matrix, step: StepAdapters) -> None:
-        super().__init__(step)
+        super().__init__(step, (1, base.out_features))
+        step.matrices.append(self)
         self.base = base
         self.out_features = base.out_features
 
@@ -273,7 +363,8 @@ class AdaptedHeads(_Adapted):
     """
 
     def __init__(self, base: HeadMatrix, step: StepAdapters) -> None:
-        super().__init__(step)
+        super().__init__(step, base.out_shape)
+        step.matrices.append(self)
         self.base = base
         self.out_shape = base.out_shape
 
@@ -281,6 +372,10 @@ class AdaptedHeads(_Adapted):
         """Multiply each head's input with its matrix, with the adapters' products."""
         if not self._is_needed:
             return self.base.forward(x_THK)
+        if not self._step.is_native:
+            sums = self.base.forward(x_THK).float()
+            self._add(Buffer(x_THK), Buffer(sums), None, is_added=False)
+            return sums.to(x_THK.dtype)
         out = Buffer(x_THK.new_empty(len(x_THK), *self.out_shape))
         self.run(Buffer(x_THK), out)
         return out.tensor

@@ -85,6 +85,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+NO_ADAPTERS = 0
+"""Layout of the adapters' memory of a captured step without adapters."""
 MAX_UPLOADS = 4
 """Most experts of a layer that a decode step uploads: the number of places on device and in
 staging.
@@ -155,6 +157,8 @@ class CausalModel:
         self.adapters: ModelAdapters | None = None
         self._hybrid: HybridDecoder | None = None
         self._lane: UploadLane | None = None
+        self._adapter_layout = NO_ADAPTERS
+        """Layout of the adapters' memory that captured steps use."""
         self._fixed: dict[tuple[int, int], FixedDecode] | None = None
         """Memory of captured decode steps, by tokens and blocks of each; None: steps bring their
         own.
@@ -546,7 +550,7 @@ class CausalModel:
     ) -> FixedDecode | None:
         """Return the fixed memory for capturing this step in a graph; None: run without a graph."""
         is_decode = batch.num_sequences == batch.num_tokens > 0
-        if self._fixed is None or not is_decode or batch.adapter_rows:
+        if self._fixed is None or not is_decode:
             return None
         size = find_size(batch.num_tokens)
         width = count_width(batch, kv_cache, size)
@@ -574,7 +578,14 @@ class CausalModel:
         if self._layer_inputs is not None:
             inputs = self._layer_inputs(batch.token_ids, embedded)
         fixed.fill_(batch, embedded, inputs)
-        self._hybrid.run(fixed.step, fixed.routing, fixed.hidden, num_live=num_live, key=width)
+        key = (width, NO_ADAPTERS)
+        if batch.adapter_rows:
+            assert self.adapters is not None, "adapters are not enabled"
+            key = (width, self.adapters.fix_step(fixed.size))
+            if key[1] != self._adapter_layout:
+                self._adapter_layout = key[1]
+                self._hybrid.discard(lambda held: held[1] not in (NO_ADAPTERS, key[1]))
+        self._hybrid.run(fixed.step, fixed.routing, fixed.hidden, num_live=num_live, key=key)
         if fixed.routing is not None:
             self.choices = fixed.routing.choices[:, :num_live]
         hidden = fixed.hidden[:num_live]
