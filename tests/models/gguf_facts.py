@@ -21,6 +21,19 @@ def add_more_facts(writer: gguf.GGUFWriter, config: Any, state: Mapping[str, tor
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_weights_norm(True)
         writer.add_expert_weights_scale(config.route_scale)
+    if kind == "exaone_moe":
+        writer.add_sliding_window_pattern([k == "sliding_attention" for k in config.layer_types])
+        writer.add_expert_shared_count(config.num_shared_experts)
+        shared_size = config.moe_intermediate_size * config.num_shared_experts
+        writer.add_expert_shared_feed_forward_length(shared_size)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_nextn_predict_layers(0)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
     if kind == "hunyuan_v1_moe":
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_count(1)

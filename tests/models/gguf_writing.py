@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "granitemoehybrid": "granitehybrid",
     "olmo3": "olmo2",
     "cohere": "command-r",
+    "exaone_moe": "exaone-moe",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4_moe_lite": "deepseek2",
     "hunyuan_v1_dense": "hunyuan-dense",

@@ -219,6 +219,15 @@ MODELS = {
     ),
     "arcee": ("arcee", WHOLE),
     "exaone4": ("exaone4", WHOLE | {"layer_types": ["full_attention"] * 3, "sliding_window": None}),
+    "exaone_moe": (
+        "exaone_moe",
+        MOE | GROUPS | {
+            "num_hidden_layers": 4, "num_experts": 8, "sliding_window": 20,
+            "mlp_layer_types": ["dense", *["sparse"] * 3], "num_shared_experts": 2,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+            "norm_topk_prob": True, "routed_scaling_factor": 1.7,
+        },
+    ),
     "hunyuan dense": ("hunyuan_v1_dense", {}),
     "glm4_moe_lite": (
         "glm4_moe_lite",

@@ -176,6 +176,28 @@ def _exaone4(facts: Facts) -> Config:
     }
 
 
+def _exaone_moe(facts: Facts) -> Config:
+    # As in llama.cpp's src/models/exaone-moe.cpp, a file without the array has windows in all but
+    # every fourth layer. Layers without a window have no RoPE, as in transformers.
+    count = facts.num_layers
+    has_pattern = facts.find("attention.sliding_window_pattern") is not None
+    every_fourth = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(count)]
+    return {
+        "model_type": "exaone_moe",
+        "sliding_window": facts.count("attention.sliding_window"),
+        "layer_types": _list_windows(facts) if has_pattern else every_fourth,
+        "first_k_dense_replace": facts.count("leading_dense_block_count", 0),
+        "mlp_layer_types": [
+            "sparse" if facts.has(f"blk.{i}.ffn_gate_inp.weight") else "dense" for i in range(count)
+        ],
+        "num_shared_experts": facts.count("expert_shared_count", 0),
+        "norm_topk_prob": facts.flag("expert_weights_norm", default=False),
+        "routed_scaling_factor": facts.number("expert_weights_scale", 1.0),
+        "n_group": facts.count("expert_group_count", 1),
+        "topk_group": facts.count("expert_group_used_count", 1),
+    } | list_experts(facts)
+
+
 def _hunyuan(facts: Facts) -> Config:
     # The converter to GGUF has already applied the alpha scaling to the RoPE base.
     return {"model_type": "hunyuan_v1_dense", "head_dim": facts.head_dim}
@@ -365,6 +387,7 @@ ATTENTION_ONLY = {
     "dots1": _dots1,
     "arcee": _arcee,
     "exaone4": _exaone4,
+    "exaone-moe": _exaone_moe,
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan_moe,
     "apertus": _apertus,
