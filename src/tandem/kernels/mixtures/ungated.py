@@ -124,18 +124,32 @@ class UngatedExperts(RoutedExperts):
             what = f"expert ids {chosen[0]} to {chosen[-1]} of {self.num_experts} experts"
             raise ShapeError("kernels.run_experts", f"{what}: pass -1 for one elsewhere")
         inner = x_TD.dtype if self.settings.weight_format is None else torch.float32
+        if len(x_TD) == 1 and len(chosen) == ids_TK.shape[1]:
+            # A single token needs no rows picked by expert, which would take longer than the
+            # products of small experts.
+            x = x_TD.contiguous()
+            shares = dict(zip(ids_TK[0].tolist(), w_TK[0].tolist(), strict=True))
+            for expert_id in chosen:
+                if expert_id >= 0:
+                    out = self._run_expert(expert_id, x, inner)
+                    total += out.mul_(shares[expert_id])
+            residual_TD += total
+            return
         for expert_id in chosen:
             if expert_id < 0:
                 continue
-            up, down = self._matrices[expert_id]
             is_chosen = ids_TK == expert_id
             rows = is_chosen.any(-1).nonzero()[:, 0]
             weights = (w_TK.float() * is_chosen).sum(-1)[rows]
-            raised = up.forward(x_TD[rows].contiguous(), dtype=inner)
-            hidden = apply_function(self.activation.name, raised)
-            out = down.forward(hidden, dtype=torch.float32)
+            out = self._run_expert(expert_id, x_TD[rows].contiguous(), inner)
             total.index_add_(0, rows, out * weights[:, None])
         residual_TD += total
+
+    def _run_expert(self, expert_id: int, x_RD: Tensor, inner: torch.dtype) -> Tensor:
+        """Return one expert's outputs in float32, new; ``inner`` is the dtype of its up product."""
+        up, down = self._matrices[expert_id]
+        hidden = apply_function(self.activation.name, up.forward(x_RD, dtype=inner))
+        return down.forward(hidden, dtype=torch.float32)
 
     def _add_gathered_(
         self, residual_TD: Tensor, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor
