@@ -67,9 +67,15 @@ void bind_direct_reader(nb::module_& module) {
                   "offset % ALIGNMENT of it.")
       .def(
           "add_file",
-          [](BoundReader& self, const std::string& path) { return take(self.core->add_file(path)); },
-          "path"_a,
+          [](BoundReader& self, const std::string& path, bool may_change) {
+            return take(self.core->add_file(path, may_change));
+          },
+          "path"_a, "may_change"_a = false,
           "Open a file and return its number.\n\n"
+          "Args:\n"
+          "    path: of the file, whose length stays.\n"
+          "    may_change: True if its contents may be written while it is read, by an owner who\n"
+          "        does not read a range while it writes it.\n\n"
           "Raises: NotFoundError; PermissionDeniedError; CapacityError; ConfigError (no regular\n"
           "    file, no bytes).")
       .def(
@@ -99,9 +105,9 @@ void bind_direct_reader(nb::module_& module) {
           },
           "read"_a, "timeout_ms"_a,
           "Wait for a read; its number is then unknown.\n\n"
-          "Raises: CorruptionError (the file ends too soon, or was written since it was added);\n"
-          "    InternalError (the disk fails); NotFoundError (no such read); DeadlineError (the\n"
-          "    read goes on, and can be waited for again).")
+          "Raises: CorruptionError (the file ends too soon, or was written since it was added,\n"
+          "    unless it may change); InternalError (the disk fails); NotFoundError (no such read);\n"
+          "    DeadlineError (the read goes on, and can be waited for again).")
       .def("direct_refusal",
            [](BoundReader& self, size_t file) { return take(self.core->direct_refusal(file)); },
            "file"_a, "Return why a file is read through the page cache; empty where it is not.")

@@ -138,14 +138,14 @@ void DirectReader::stop(std::unique_ptr<DirectReader> reader) {
   if (!is_over) static_cast<void>(reader.release());
 }
 
-Result<size_t> DirectReader::add_file(const std::string& path) {
+Result<size_t> DirectReader::add_file(const std::string& path, bool may_change) {
   Result<std::shared_ptr<File>> file = File::open({path, false, 0, true});
   if (!file.is_ok()) return file.error();
   struct stat info{};
   if (fstat(file.value()->cached_descriptor(), &info) != 0)
     return Error{Code::kInternal, "transfer.add_file", describe_errno("fstat", errno), "path"};
   const MutexLock lock(mutex_);
-  sources_.push_back({file.value(), info.st_mtim});
+  sources_.push_back({file.value(), info.st_mtim, may_change});
   return sources_.size() - 1;
 }
 
@@ -294,6 +294,7 @@ bool DirectReader::is_done(uint64_t read) {
 }
 
 Status DirectReader::check_unchanged(const Source& source) const {
+  if (source.may_change) return {};
   struct stat info{};
   const File& file = *source.file;
   if (fstat(file.cached_descriptor(), &info) != 0)

@@ -47,8 +47,10 @@ class DirectReader {
   static void stop(std::unique_ptr<DirectReader> reader);
   ~DirectReader();
 
-  // Opens a file, and returns its number. Errors: as File::open.
-  Result<size_t> add_file(const std::string& path);
+  // Opens a file, and returns its number. With `may_change` its contents may be written while it is
+  // read, by its owner, who does not read a range while it writes it; its length stays. Errors: as
+  // File::open.
+  Result<size_t> add_file(const std::string& path, bool may_change = false);
   // Returns the number of bytes that a read of a range writes at most; the range's own bytes begin
   // at offset % kAlignment.
   static uint64_t span_bytes(uint64_t offset, uint64_t length);
@@ -60,7 +62,7 @@ class DirectReader {
   // Returns true if `finish` would not wait.
   bool is_done(uint64_t read);
   // Waits for a read, and forgets it. Errors: kCorruption (the file ends too soon, or was written
-  // since it was added), kInternal (the disk fails), kNotFound (no such read), kDeadline (the read
+  // since it was added, unless it may change), kInternal (the disk fails), kNotFound (no such read), kDeadline (the read
   // continues, and can be waited for again).
   Status finish(uint64_t read, int timeout_ms);
 
@@ -76,6 +78,7 @@ class DirectReader {
   struct Source {
     std::shared_ptr<File> file;
     struct timespec modified;
+    bool may_change = false;
   };
   // A part of a read, from its submission to its end. After a short transfer it continues behind
   // it.

@@ -2,6 +2,7 @@
 // meanwhile. Run under ASan, UBSan and TSan. Method: several threads, real files, io_uring and threads.
 #include "transfer/files/direct_reader.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -136,6 +137,25 @@ TEST(a_file_that_was_cut_gives_an_error_and_no_bytes) {
     file.write(5000);
     const uint64_t read = reader->begin(number, 100'000, 200'000, 0).value();
     CHECK(reader->finish(read, kTimeoutMs).error().code == Code::kCorruption);
+  }
+}
+
+TEST(a_file_that_may_change_is_read_as_it_was_written_last) {
+  for (const FileBackend backend : kBackends) {
+    const RandomFile file;
+    const std::unique_ptr<DirectReader> reader = make(backend, 1);
+    if (!reader) continue;
+    const size_t number = reader->add_file(file.path(), true).value();
+    const int fd = ::open(file.path().c_str(), O_WRONLY);
+    for (uint8_t round = 1; round < 4; ++round) {
+      const std::vector<uint8_t> bytes(3000, round);
+      CHECK(pwrite(fd, bytes.data(), bytes.size(), 50'000) == static_cast<ssize_t>(bytes.size()));
+      const uint64_t read = reader->begin(number, 50'000, bytes.size(), 0).value();
+      CHECK(reader->finish(read, kTimeoutMs).is_ok());
+      CHECK(std::equal(bytes.begin(), bytes.end(),
+                       reader->memory() + 50'000 % DirectReader::kAlignment));
+    }
+    ::close(fd);
   }
 }
 

@@ -415,9 +415,14 @@ class DirectReader:
         offset % ALIGNMENT of it.
         """
 
-    def add_file(self, path: str) -> int:
+    def add_file(self, path: str, may_change: bool = False) -> int:
         """
         Open a file and return its number.
+
+        Args:
+            path: of the file, whose length stays.
+            may_change: True if its contents may be written while it is read, by an owner who
+                does not read a range while it writes it.
 
         Raises: NotFoundError; PermissionDeniedError; CapacityError; ConfigError (no regular
             file, no bytes).
@@ -438,9 +443,9 @@ class DirectReader:
         """
         Wait for a read; its number is then unknown.
 
-        Raises: CorruptionError (the file ends too soon, or was written since it was added);
-            InternalError (the disk fails); NotFoundError (no such read); DeadlineError (the
-            read goes on, and can be waited for again).
+        Raises: CorruptionError (the file ends too soon, or was written since it was added,
+            unless it may change); InternalError (the disk fails); NotFoundError (no such read);
+            DeadlineError (the read goes on, and can be waited for again).
         """
 
     def direct_refusal(self, file: int) -> str:

@@ -41,6 +41,7 @@ StatUnit = Literal[
     "steps",
     "links",
     "experts",
+    "latents",
 ]
 
 
@@ -171,6 +172,24 @@ class Statistics(msgspec.Struct, kw_only=True):
     num_expert_misses: Annotated[
         int,
         _counter("expert_cache_misses_total", "experts", "Those that the cache did not hold."),
+    ] = 0
+    num_chosen_latents: Annotated[
+        int,
+        _counter(
+            "latents_chosen_total",
+            "latents",
+            "Of latents in a file: those that steps attended to, each once a layer and step.",
+        ),
+    ] = 0
+    num_latent_hits: Annotated[
+        int, _counter("latent_hits_total", "latents", "Those of them that were in memory.")
+    ] = 0
+    latent_read_bytes: Annotated[
+        int,
+        _counter("latent_read_bytes_total", "bytes", "Bytes read for the others, whole pages."),
+    ] = 0
+    latent_written_bytes: Annotated[
+        int, _counter("latent_written_bytes_total", "bytes", "Bytes of latents written.")
     ] = 0
     num_preemptions: Annotated[
         int,

@@ -187,10 +187,14 @@ class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="m
         return self.block_size * (self.index_dim * self.item_bytes + scale)
 
     @property
+    def index_block_bytes(self) -> int:
+        """Bytes of one block's index keys, all layers."""
+        return self.index_bytes * len(self.index_layers)
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of one block in all layers, index keys included."""
-        latents = self.bytes_per_layer * self.num_layers
-        return latents + self.index_bytes * len(self.index_layers)
+        return self.bytes_per_layer * self.num_layers + self.index_block_bytes
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ class MissReason(StrEnum):
     NOT_STORED = "not_stored"
     EVICTED = "evicted"
     FLUSHED = "flushed"
+    LOST = "lost"
     OTHER_IDENTITY = "other_identity"
     TOO_LATE = "too_late"
     LOAD_FAILED = "load_failed"
@@ -47,6 +48,7 @@ _WORDS = {
     "computed",
     MissReason.DIFFERS: "token {position} is the first that differs from the nearest cached prefix",
     MissReason.NOT_STORED: "nothing that is cached goes on after token {position}",
+    MissReason.LOST: "the block at token {position} was cached and could not be read from its disk",
     MissReason.EVICTED: "the block at token {position} was cached and has been evicted for want of "
     "memory",
     MissReason.FLUSHED: "the block at token {position} was cached when the cache was flushed",

@@ -16,7 +16,7 @@ from tandem import _native
 from tandem.core.clock import Clock
 from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
 from tandem.core.instance_status import Statistics
-from tandem.core.kv_layout import WindowLayout
+from tandem.core.kv_layout import MlaLayout, WindowLayout
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KvIdentity
 from tandem.core.wire import InstanceInfo
@@ -40,6 +40,7 @@ from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.mirror import KvMirror
 from tandem.engine.tiers.planner import CostTierPlanner
 from tandem.engine.timelines import TimelineLog
+from tandem.kernels.latents.tier import LatentTier
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
 from tandem.models.config import ModelConfig
@@ -85,6 +86,18 @@ class BuiltEngine(NamedTuple):
             return Statistics()
         hits, misses = self.model.count_expert_hits()
         return Statistics(num_expert_hits=hits, num_expert_misses=misses)
+
+    def read_latents(self) -> Statistics:
+        """Return how latents in a file were used; zeros if all are in memory."""
+        latents = self.cache.latents
+        if latents is None:
+            return Statistics()
+        return Statistics(
+            num_chosen_latents=latents.counters.chosen,
+            num_latent_hits=latents.counters.hits,
+            latent_read_bytes=latents.file.read_bytes,
+            latent_written_bytes=latents.file.written_bytes,
+        )
 
     def take_operators(self) -> CausalModel:
         """Return the model, for callers that run it without the engine.
@@ -164,12 +177,22 @@ def build_engine(
             own = allocate_windows(plan.kv.windows.size_bytes).array
         window_cache = model.context.make_kv_cache(plan.windows.layout, num_windows, own)
         window_policy = WindowPolicy(plan.windows.window, num_windows)
+    latents = None
+    if plan.latents is not None:
+        assert isinstance(plan.layout, MlaLayout), "latents of a model without"
+        latents = LatentTier(
+            plan.layout,
+            plan.kv.num_blocks,
+            folder=Path(plan.latents.folder).expanduser(),
+            memory_bytes=plan.latents.memory_bytes,
+        )
     cache = model.context.make_kv_cache(
         plan.layout,
         plan.kv.num_blocks,
         blocks,
         windows=window_cache,
         window_layers=() if plan.windows is None else plan.windows.layers,
+        latents=latents,
     )
     policy, states, slots = None, None, None
     if isinstance(model, OwnModel):

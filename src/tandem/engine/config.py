@@ -72,6 +72,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "have a scale for each head and token: half of bfloat16's memory, no more speed."
         ),
     ] = "auto"
+    latents_in_memory: Annotated[
+        str,
+        Meta(
+            pattern=SIZE_PATTERN,
+            description="Of a model with sparse attention (DSA): the latents of all blocks are in "
+            "a file of latents_folder, and this much memory, such as 4GiB, is for those that steps "
+            "chose lately; memory for KV then is for index keys alone. Empty: all are in memory.",
+        ),
+    ] = ""
+    latents_folder: Annotated[
+        str,
+        Meta(
+            description="Folder of that file, on an SSD; the file has no name and ends with the "
+            "process."
+        ),
+    ] = ""
     kv_sharing: Annotated[
         KvSharing,
         Meta(
@@ -157,6 +173,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.max_batch_tokens or max(DEFAULT_STEP_TOKENS, self.max_running)
 
     @property
+    def latents_in_memory_bytes(self) -> int:
+        """``latents_in_memory`` in bytes; 0 if it is empty."""
+        return parse_size(self.latents_in_memory)
+
+    @property
     def memory_bytes(self) -> int:
         """``memory`` in bytes; 0 if it is empty."""
         return parse_size(self.memory)
@@ -171,6 +192,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "engine.configure",
                 f"block_size is {self.block_size}: choose a power of two",
                 field="engine.block_size",
+            )
+        if bool(self.latents_in_memory_bytes) != bool(self.latents_folder):
+            missing = "latents_folder" if self.latents_in_memory_bytes else "latents_in_memory"
+            raise ConfigError(
+                "engine.configure",
+                f"latents_in_memory is {self.latents_in_memory or 'empty'!r} and latents_folder is "
+                f"{self.latents_folder!r}: a file of latents needs both",
+                field=f"engine.{missing}",
             )
         # With a smaller budget the decodes alone could fill every step and starve a started
         # prefill.

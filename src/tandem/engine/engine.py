@@ -64,7 +64,7 @@ from tandem.engine.stepping.messages import (
     StepSequence,
     select_sequences,
 )
-from tandem.engine.stepping.runner import PrefillListener, Runner, StepHandle
+from tandem.engine.stepping.runner import LostBlocksError, PrefillListener, Runner, StepHandle
 from tandem.engine.stepping.sampler_state import BROKEN_ROW
 from tandem.engine.timelines import TimelineLog
 from tandem.engine.transfers import BlockTransfers
@@ -219,6 +219,8 @@ class Engine:
         """Sequences of the running step whose blocks another instance may be reading."""
         self._ended_prefills: OrderedDict[str, None] = OrderedDict()
         """Ids of the prefills that ended last, their blocks held or not."""
+        self._lost_blocks = frozenset[int]()
+        """Blocks whose content the running step could not read."""
         self._num_layers_done = 0
         self._observer = observer
         if timelines is None:
@@ -585,6 +587,8 @@ class Engine:
         sequences = message.sequences
         if len(sequences) == 1:
             failed = sequences[0].sequence_id
+            if isinstance(error, LostBlocksError):
+                self._lost_blocks |= error.block_ids
             return {failed: SequenceResult(failed)}, {failed: describe_failure(error)}
         results: dict[int, SequenceResult] = {}
         failures: dict[int, TandemError] = {}
@@ -713,6 +717,10 @@ class Engine:
             self._timelines.note_step(plan, seconds)
             self._prefilling = {}
             outputs = step.outputs + self._record(plan, result, failures, end_s)
+            lost, self._lost_blocks = self._lost_blocks, frozenset()
+            if lost:
+                # Those that computed with them have ended; no later prompt may find them.
+                self._scheduler.forget_blocks(lost)
         self._tell_listener()
         return outputs
 

@@ -2,17 +2,19 @@
 
 from typing import NamedTuple
 
-from tandem.core.errors import ConfigError
-from tandem.core.kv_layout import WindowLayout
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.kv_layout import KVLayout, MlaLayout, WindowLayout
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.windows import count_window_blocks
 
 __all__ = [
     "KvPlan",
+    "LatentPlan",
     "StatePlan",
     "WindowPlan",
     "check_context",
     "plan_kv_cache",
+    "plan_latents",
     "plan_states",
 ]
 
@@ -26,6 +28,12 @@ SLOTS_PER_REQUEST = 4
 KEPT_WINDOW_TOKENS = 2048
 """Tokens of cached KV per cached window. It is about a message of a chat, because later prompts go
 on at the ends of messages."""
+
+MAP_BYTES = 8
+"""Bytes that note where a latent of a file is in memory, and its checksum."""
+
+DISK_FRACTION = 0.9
+"""Fraction of the free space of a disk that a file of latents takes at most by default."""
 
 GIB = 1 << 30
 
@@ -72,6 +80,72 @@ class StatePlan(NamedTuple):
     def size_bytes(self) -> int:
         """Bytes of all slots."""
         return self.num_slots * self.state_bytes
+
+
+class LatentPlan(NamedTuple):
+    """The file of latents, and the memory for some of them."""
+
+    folder: str
+    memory_bytes: int
+    row_bytes: int
+    """Bytes of a token's latent in one layer."""
+    block_bytes: int
+    """Bytes of a block's latents in the file, all layers."""
+    index_bytes: int
+    """Bytes of a block's index keys, which stay in memory, all layers."""
+    map_bytes: int
+    """Bytes that note where a block's latents are in memory, and their checksums."""
+    top: int
+    """Tokens that a token attends to in a layer, at most."""
+
+    @property
+    def num_rows(self) -> int:
+        """Latents for which there is memory."""
+        return self.memory_bytes // self.row_bytes
+
+
+def plan_latents(
+    config: EngineConfig, layout: KVLayout, *, tops: frozenset[int], context: int, is_shared: bool
+) -> LatentPlan:
+    """Plan the file of latents that ``config`` asks for.
+
+    Args:
+        config: with ``latents_in_memory``.
+        layout: of the blocks.
+        tops: tokens that the layers' tokens attend to; 0 is all.
+        context: tokens of the longest request.
+        is_shared: blocks go to a store or to other instances.
+
+    Raises: UnsupportedError (the model attends to all tokens); ConfigError (no request is long
+        enough, too little memory, or blocks that are shared).
+    """
+    where, field = "engine.plan_latents", "engine.latents_in_memory"
+    if not isinstance(layout, MlaLayout) or not layout.index_layers or not min(tops, default=0):
+        what = "the model's layers attend to all tokens, whose latents must be in memory: leave "
+        raise UnsupportedError(where, f"{what}engine.latents_in_memory empty", field=field)
+    top = max(tops)
+    if is_shared:
+        what = "blocks whose latents are in a file go to no store and no other instance: leave "
+        raise UnsupportedError(where, f"{what}engine.latents_in_memory empty", field=field)
+    if context <= top:
+        what = f"a context of {context} tokens, of which each attends to {top}, reads all latents "
+        raise ConfigError(where, f"{what}in each step: leave it empty", field=field)
+    row_bytes = layout.bytes_per_layer // layout.block_size
+    plan = LatentPlan(
+        folder=config.latents_folder,
+        memory_bytes=config.latents_in_memory_bytes,
+        row_bytes=row_bytes,
+        block_bytes=layout.bytes_per_layer * layout.num_layers,
+        index_bytes=layout.index_block_bytes,
+        map_bytes=MAP_BYTES * layout.block_size * layout.num_layers,
+        top=top,
+    )
+    least = max(top + 1, 2)
+    if plan.num_rows < least:
+        what = f"{plan.memory_bytes} bytes for latents, and a token attends to {top} of "
+        what += f"{row_bytes}: give it {least * row_bytes} bytes at least"
+        raise ConfigError(where, what, field=field)
+    return plan
 
 
 def plan_states(
@@ -142,6 +216,7 @@ def plan_kv_cache(
     taken_bytes: int = 0,
     fraction: float = DEFAULT_FRACTION,
     windows: WindowLayout | None = None,
+    most_blocks: int | None = None,
 ) -> KvPlan:
     """Choose the number of KV blocks, and the context: the model's own, or less if it does not fit.
 
@@ -156,6 +231,7 @@ def plan_kv_cache(
         fraction: default share of the free memory.
         windows: layout of the sliding-window layers' own blocks, which need memory too; None: these
             layers use the full blocks.
+        most_blocks: blocks whose latents the disk has room for; None: no disk has any.
 
     Raises: ConfigError (the cache has no room for one block, or for one request of the requested
         context, or exceeds the machine's memory). The message says what would help.
@@ -180,6 +256,15 @@ def plan_kv_cache(
             if useful <= affordable
             else f"{fraction:.0%} of {available_bytes / GIB:.1f} GiB free"
         )
+    if most_blocks is not None and num_blocks > most_blocks:
+        if config.num_kv_blocks or config.kv_cache_gib:
+            raise ConfigError(
+                "engine.plan_kv_cache",
+                f"{num_blocks} blocks (from {reason}), and the disk has room for the latents of "
+                f"{most_blocks}: lower {reason}",
+                field=reason,
+            )
+        num_blocks, reason = most_blocks, "what the disk of engine.latents_folder has room for"
     if num_blocks < needed and not config.max_model_len and num_blocks > 0:
         max_model_len = num_blocks * config.block_size
         context_reason = (

@@ -6,23 +6,28 @@ a weight. `tandem plan` and `tandem serve --dry-run` print it, ``build_engine`` 
 """
 
 import logging
+import shutil
 from pathlib import Path
 
 import msgspec
 
 from tandem import _native
-from tandem.core.errors import ConfigError
-from tandem.core.kv_layout import WindowLayout
+from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.kv_layout import MlaLayout, WindowLayout
+from tandem.core.model.layers import MlaSpec
 from tandem.core.model.plan import ModelPlan
 from tandem.core.spec import KVLayout, ModelSpec
 from tandem.engine.config import EngineConfig
 from tandem.engine.lanes import LanePlan, count_slot_bytes, plan_lanes
 from tandem.engine.memory import (
     DEFAULT_FRACTION,
+    DISK_FRACTION,
     KvPlan,
+    LatentPlan,
     StatePlan,
     check_context,
     plan_kv_cache,
+    plan_latents,
     plan_states,
 )
 from tandem.engine.own import list_own_rows, plan_own_memory
@@ -101,6 +106,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     kv: KvPlan
     states: StatePlan | None
     """Number of state slots; None: the model has no recurrent state."""
+    latents: LatentPlan | None = None
+    """None: the latents of all blocks are in memory, if there are any."""
     threads_reason: str
     deferral_reason: str
     torch_threads: int
@@ -170,8 +177,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 "KV cache",
                 f"{kv.num_blocks} blocks of {self.layout.block_size} tokens, "
                 f"{kv.size_bytes / MIB:.0f} MiB when all are used",
-                f"{kv.reason}; {self.layout.bytes_per_token} bytes a token",
+                f"{kv.reason}; {kv.block_bytes // self.layout.block_size} bytes a token",
             ),
+            *self._list_latents(),
             *self._list_windows(),
             *self._list_states(),
             *end,
@@ -185,6 +193,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         told = self.forecast
         if told is None:
             why = "this machine was not measured: `tandem plan` does it"
+            why = "latents are read from disk" if self.latents is not None else why
             why = "experts are read from disk" if self.model.tier is not None else why
             why = "GPUs are not measured" if self.model.device != "cpu" else why
             why = "transformers' own modules are not measured" if self.model.own else why
@@ -205,6 +214,18 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         )
         why = f"{plan.reason}; a window of {windows.window} tokens saves {saved / MIB:.0f} MiB"
         return [("windows", text, why)]
+
+    def _list_latents(self) -> list[tuple[str, str, str]]:
+        plan = self.latents
+        if plan is None:
+            return []
+        size = self.kv.num_blocks * plan.block_bytes
+        text = (
+            f"{plan.num_rows} rows of {plan.row_bytes} bytes in memory, "
+            f"{plan.memory_bytes / MIB:.0f} MiB; {size / MIB:.0f} MiB in {plan.folder}"
+        )
+        why = f"engine.latents_in_memory; a token attends to {plan.top} at most in a layer"
+        return [("latents", text, why)]
 
     def _list_states(self) -> list[tuple[str, str, str]]:
         states = self.states
@@ -285,6 +306,9 @@ def plan_engine(
     own = spec.max_position_embeddings
     check_context(engine_config.max_model_len, own)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
+    if model.own is not None and engine_config.latents_in_memory_bytes:
+        what = "transformers' own modules run the model, whose cache is in memory: leave it empty"
+        raise UnsupportedError("engine.plan_latents", what, field="engine.latents_in_memory")
     if model.own is not None:
         memory = plan_own_memory(model, engine_config, available_bytes=left, total_bytes=total)
         step, step_reason = _choose_step(engine_config, None)
@@ -325,18 +349,28 @@ def plan_engine(
             total_bytes=total,
             fraction=fraction,
         )
+    block_bytes, most_blocks, latents = layout.bytes_per_block, None, None
+    if engine_config.latents_in_memory_bytes:
+        latents = _plan_latents(engine_config, model, layout, context=context, is_shared=is_shared)
+        block_bytes = latents.index_bytes
+        left = int((left - latents.memory_bytes) / (1 + latents.map_bytes / block_bytes))
+        free_bytes = _count_free_disk(latents.folder) // num_siblings
+        most_blocks = int(free_bytes * DISK_FRACTION) // latents.block_bytes
     kv = plan_kv_cache(
         engine_config,
-        block_bytes=layout.bytes_per_block,
+        block_bytes=block_bytes,
         own_context=own,
         available_bytes=left,
         total_bytes=total,
         taken_bytes=0 if states is None else states.size_bytes,
         fraction=fraction,
         windows=windows,
+        most_blocks=most_blocks,
     )
     shape = read_served(model, kv_bytes=bytes_per_token)
-    forecast = _forecast(model, shape, find_kept(), min(PROMPT_TOKENS, kv.max_model_len // 2 or 1))
+    prompt_tokens = min(PROMPT_TOKENS, kv.max_model_len // 2 or 1)
+    calibration = find_kept() if latents is None else None
+    forecast = _forecast(model, shape, calibration, prompt_tokens)
     step, step_reason = _choose_step(engine_config, forecast)
     config = msgspec.structs.replace(
         engine_config,
@@ -354,6 +388,7 @@ def plan_engine(
         config=config,
         kv=kv,
         states=states,
+        latents=latents,
         threads_reason=threads_reason,
         deferral_reason=deferral_reason,
         torch_threads=torch_threads,
@@ -369,6 +404,29 @@ def plan_engine(
             *_reject_steps(step, forecast),
         ),
     )
+
+
+def _plan_latents(
+    config: EngineConfig, model: ModelPlan, layout: KVLayout, *, context: int, is_shared: bool
+) -> LatentPlan:
+    where, field = "engine.plan_latents", "engine.latents_in_memory"
+    if model.device != "cpu":
+        what = f"latents of attention on {model.device}: only on the CPU are they fetched"
+        raise UnsupportedError(where, what, field=field)
+    tops = frozenset(m.spec.top for m in model.modules if isinstance(m.spec, MlaSpec))
+    return plan_latents(config, layout, tops=tops, context=context, is_shared=is_shared)
+
+
+def _count_free_disk(folder: str) -> int:
+    """Return the free bytes of a folder's disk. Raises: ConfigError (no such folder)."""
+    try:
+        return shutil.disk_usage(Path(folder).expanduser()).free
+    except OSError as error:
+        raise ConfigError(
+            "engine.plan_latents",
+            f"the folder {folder}: {error.strerror}",
+            field="engine.latents_folder",
+        ) from error
 
 
 def _split_windows(
@@ -432,9 +490,13 @@ def _plan_tier(
 ) -> ModelPlan:
     """Return the model's plan with routed experts on disk, cached in the memory that KV leaves."""
     left = available_bytes - (model.weight_bytes - model.expert_bytes)
+    left -= engine_config.latents_in_memory_bytes
     layout = make_kv_layout(model.spec, engine_config.block_size, engine_config.kv_dtype)
     if engine_config.num_kv_blocks:
-        kv_bytes = engine_config.num_kv_blocks * layout.bytes_per_block
+        block_bytes = layout.bytes_per_block
+        if engine_config.latents_in_memory_bytes and isinstance(layout, MlaLayout):
+            block_bytes = layout.index_block_bytes
+        kv_bytes = engine_config.num_kv_blocks * block_bytes
     elif engine_config.kv_cache_gib:
         kv_bytes = int(engine_config.kv_cache_gib * GIB)
     else:

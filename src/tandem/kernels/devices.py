@@ -19,6 +19,7 @@ from tandem.kernels.cpu.execution import CpuExecution
 from tandem.kernels.cuda.device import CudaDevice
 from tandem.kernels.device import Device
 from tandem.kernels.interfaces import Execution
+from tandem.kernels.latents.tier import LatentTier
 from tandem.kernels.native import NATIVE_DTYPES
 from tandem.kernels.paged import PagedKvCache
 from tandem.kernels.states import StateCache
@@ -110,6 +111,7 @@ class DeviceContext:
         memory: torch.Tensor | memoryview | NDArray[np.uint8] | None = None,
         windows: PagedKvCache | None = None,
         window_layers: tuple[int, ...] = (),
+        latents: LatentTier | None = None,
     ) -> PagedKvCache:
         """Return a pool of KV blocks on the device; arguments as for ``PagedKvCache``."""
         return PagedKvCache(
@@ -119,6 +121,7 @@ class DeviceContext:
             memory=memory,
             windows=windows,
             window_layers=window_layers,
+            latents=latents,
         )
 
     def make_state_cache(

@@ -10,10 +10,17 @@ from torch import Tensor, to_dlpack
 
 from tandem import _native
 
-__all__ = ["NATIVE_DTYPES", "Buffer", "is_native", "view_tensor"]
+__all__ = ["NATIVE_DTYPES", "TORCH_DTYPES", "Buffer", "is_native", "view_tensor"]
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes that native operators accept for activations, weights and the cache."""
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""torch's dtype for each name in ``tandem.core.spec.DTYPE_BYTES``."""
 
 
 def is_native(tensor: Tensor) -> bool:

@@ -28,23 +28,16 @@ from tandem.core.spec import NO_OUTPUT, KVLayout, MlaLayout
 from tandem.core.state_layout import NO_SLOT
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
-from tandem.kernels.native import is_native, view_tensor
+from tandem.kernels.latents.tier import LatentTier
+from tandem.kernels.native import TORCH_DTYPES, is_native, view_tensor
 
 __all__ = [
-    "TORCH_DTYPES",
     "LayerPlace",
     "PagedBatch",
     "PagedKvCache",
     "SequenceChunk",
     "wrap_memory",
 ]
-
-TORCH_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-"""torch's dtype for each name in ``tandem.core.spec.DTYPE_BYTES``."""
 
 POOL_ALIGNMENT = 64
 """Alignment of the pool in bytes: a cache line, the widest vector load, and enough for direct I/O
@@ -343,6 +336,9 @@ class PagedKvCache:
             ``device``.
         windows: pool of the layers with a sliding window; None: this pool holds all layers.
         window_layers: indices of those layers among all layers with KV.
+        latents: latents of the blocks in a file; blocks in memory are then index keys alone, by
+            layer, and ``slots``, ``chunks`` and ``view_bytes`` do not have the latents. None: all
+            is in memory.
 
     Raises:
         ShapeError: ``memory`` is too small, not contiguous or not aligned.
@@ -359,10 +355,16 @@ class PagedKvCache:
         memory: Tensor | memoryview | NDArray[np.uint8] | None = None,
         windows: "PagedKvCache | None" = None,
         window_layers: Sequence[int] = (),
+        latents: LatentTier | None = None,
     ) -> None:
         shape = (num_blocks, *layout.shape)
         dtype = torch.uint8 if layout.is_coded else TORCH_DTYPES[layout.dtype]
-        size_bytes = num_blocks * layout.bytes_per_block
+        block_bytes = layout.bytes_per_block
+        if latents is not None:
+            assert isinstance(layout, MlaLayout), "latents of a layout without"
+            block_bytes = layout.index_block_bytes
+            shape = (num_blocks, block_bytes // (1 if layout.is_coded else layout.item_bytes))
+        size_bytes = num_blocks * block_bytes
         if layout.is_coded and not device.has_native_kernels:
             raise UnsupportedError(
                 "kernels.wrap_kv_cache",
@@ -391,7 +393,8 @@ class PagedKvCache:
         self.window_layers = tuple(window_layers)
         self.places = _place_layers(layout, windows, self.window_layers)
         """Place of each layer with KV, by its index among them."""
-        self.native = _view_natively(tensor, layout)
+        self.latents = latents
+        self.native = _view_natively(tensor, layout) if latents is None else latents.pool
         """The blocks as native attention reads them; None if torch attends, or there are no
         layers.
         """
@@ -401,14 +404,17 @@ class PagedKvCache:
         """Index keys by layer, [num_blocks, block_size, index_dim]; codes if KV is quantized."""
         self._step_buffers: tuple[object, dict[tuple[object, ...], Any]] = (None, {})
         if isinstance(layout, MlaLayout) and layout.index_layers:
-            latents, self.index_slots, scales = _view_indexed(tensor, layout)
-            self._by_token = (*latents, *self.index_slots.values(), *scales)
-            self.slots = latents
+            rows, self.index_slots, scales = _view_indexed(
+                tensor, layout, has_latents=latents is None
+            )
+            self._by_token = (*rows, *self.index_slots.values(), *scales)
+            self.slots = rows
             # With sparse attention single tokens' rows are gathered as the index chooses them, so
             # there is no view of whole chunks.
             self.chunks, self.rows_per_block = list[Tensor](), 0
             if self.native is not None:
-                self.native_index = _view_index_natively(tensor, layout)
+                offsets = _list_index_offsets(layout, has_latents=latents is None)
+                self.native_index = _view_index_natively(tensor, layout, offsets)
             return
         if layout.is_coded:
             size, rows_shape = layout.scale_offset, layout.layer_shape[:-1]
@@ -492,6 +498,7 @@ class PagedKvCache:
 
         Raises:
             ShapeError: ``num_tokens`` is negative or more than a block holds.
+            TandemError: latents in a file could not be read or written.
         """
         size = self.layout.block_size
         if not 0 <= num_tokens <= size:
@@ -501,6 +508,8 @@ class PagedKvCache:
         for part in self._by_token:
             part[target, ..., :num_tokens, :] = part[source, ..., :num_tokens, :]
             part[target, ..., num_tokens:, :] = 0
+        if self.latents is not None:
+            self.latents.copy_block(source, target, num_tokens)
         if self.is_paired and self.windows is not None:
             self.windows.copy_block(source, target, num_tokens)
 
@@ -566,37 +575,45 @@ def wrap_memory(memory: memoryview | NDArray[np.uint8], size_bytes: int, device:
 
 
 def _view_indexed(
-    tensor: Tensor, layout: MlaLayout
+    tensor: Tensor, layout: MlaLayout, *, has_latents: bool
 ) -> tuple[list[Tensor], dict[int, Tensor], list[Tensor]]:
     """Return latents by layer, index keys by layer, and the scales of both.
 
     The first two are [num_blocks, block_size, size]; scales are [num_blocks, block_size, 2] bytes.
+    Without latents in the blocks, the first list is empty.
     """
     size, item = layout.block_size, 1 if layout.is_coded else layout.item_bytes
     scale_bytes = 2 if layout.is_coded else 0
     latents: list[Tensor] = []
     keys: dict[int, Tensor] = {}
     scales: list[Tensor] = []
-    for layer in range(layout.num_layers):
-        widths = [layout.row_size, layout.index_dim][: 1 + (layer in layout.index_layers)]
-        first = layout.layer_slice(0, layer).offset // item
-        for kind, width in enumerate(widths):
-            rows = tensor[:, first : first + size * width].unflatten(1, (size, width))
-            first += size * width
-            if kind:
-                keys[layer] = rows
-            else:
-                latents.append(rows)
-            if scale_bytes:
-                own = tensor[:, first : first + size * scale_bytes]
-                scales.append(own.unflatten(1, (size, scale_bytes)))
-                first += size * scale_bytes
+
+    def take(offset: int, width: int) -> Tensor:
+        first = offset // item
+        end = first + size * width
+        if scale_bytes:
+            own = tensor[:, end : end + size * scale_bytes]
+            scales.append(own.unflatten(1, (size, scale_bytes)))
+        return tensor[:, first:end].unflatten(1, (size, width))
+
+    if has_latents:
+        offsets = [layout.layer_slice(0, layer).offset for layer in range(layout.num_layers)]
+        latents = [take(offset, layout.row_size) for offset in offsets]
+    offsets = _list_index_offsets(layout, has_latents=has_latents)
+    for layer, offset in zip(layout.index_layers, offsets, strict=True):
+        keys[layer] = take(offset, layout.index_dim)
     return latents, keys, scales
 
 
-def _view_index_natively(tensor: Tensor, layout: MlaLayout) -> KvPool:
+def _list_index_offsets(layout: MlaLayout, *, has_latents: bool) -> list[int]:
+    """Return the byte in a block at which each layer's index keys begin."""
+    if not has_latents:
+        return [i * layout.index_bytes for i in range(len(layout.index_layers))]
     before = layout.bytes_per_layer
-    offsets = [layout.layer_slice(0, layer).offset + before for layer in layout.index_layers]
+    return [layout.layer_slice(0, layer).offset + before for layer in layout.index_layers]
+
+
+def _view_index_natively(tensor: Tensor, layout: MlaLayout, offsets: list[int]) -> KvPool:
     held = layout.dtype if layout.is_coded else ""
     view, dim = view_tensor(tensor), layout.index_dim
     return KvPool.placed(view, held, layout.block_size, dim, dim, offsets)

@@ -18,8 +18,8 @@ from tandem.core.state_layout import StateLayout
 from tandem.kernels.cpu.device import CPU
 from tandem.kernels.device import Device
 from tandem.kernels.gated_delta import StateSlots
-from tandem.kernels.native import Buffer
-from tandem.kernels.paged import TORCH_DTYPES, wrap_memory
+from tandem.kernels.native import TORCH_DTYPES, Buffer
+from tandem.kernels.paged import wrap_memory
 
 __all__ = ["StateCache"]
 

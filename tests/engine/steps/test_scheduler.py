@@ -367,6 +367,19 @@ def test_flush_forgets_also_what_is_being_computed():
     assert stage.step() == {"b": (0, 8)}
 
 
+def test_a_lost_block_takes_along_what_builds_on_it():
+    stage = Stage()
+    first = stage.add("a", prompt(14), max_tokens=1)
+    stage.schedule()
+    table = first.block_table
+    stage.complete()
+    assert stage.scheduler.forget_blocks([table[1], table[1]]) == 3
+    stage.scheduler.check()
+    assert stage.pool.num_cached == 1
+    stage.add("b", prompt(14), max_tokens=1)
+    assert stage.step() == {"b": (4, 10)}
+
+
 def test_without_prefix_cache_nothing_is_kept():
     stage = Stage(prefix_cache=False)
     for name in ("a", "b"):

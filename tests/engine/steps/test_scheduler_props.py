@@ -91,11 +91,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         cancel=st.lists(st.integers(0, 50), max_size=3),
         flush=st.booleans(),
+        lost=st.lists(st.integers(0, 12), max_size=2),
         prompt_ids=st.lists(tokens, max_size=12),
     )
-    def step_with_calls_in_flight(self, cancel, flush, prompt_ids):
+    def step_with_calls_in_flight(self, cancel, flush, lost, prompt_ids):
         calls = [lambda c=c: self.world.cancel(c) for c in cancel]
         calls += [self.world.scheduler.flush_cache] if flush else []
+        calls.append(lambda: self.world.scheduler.forget_blocks(lost))
         calls.append(lambda: self.world.add(prompt_ids))
         self.world.step(calls)
 
@@ -108,6 +110,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def flush(self):
         self.world.scheduler.flush_cache()
         assert self.world.pool.num_cached == 0
+
+    @rule(block_ids=st.lists(st.integers(0, 12), max_size=3))
+    def lose(self, block_ids):
+        self.world.scheduler.forget_blocks(block_ids)
 
     @rule(seconds=st.floats(0, 3))
     def wait(self, seconds):

@@ -147,6 +147,7 @@ class Instance:
         self._api: InstanceApi | None = None
         self._tier: TierService | None = None
         self._read_expert_hits: Callable[[], Statistics] | None = None
+        self._read_latents: Callable[[], Statistics] | None = None
         self._exchange: KvExchange | None = None
         self._events: KvEventPublisher | None = None
         self._packed_writer: PackedWriter | None = None
@@ -192,6 +193,8 @@ class Instance:
         parts = [engine.get_stats(), engine.counters]
         if self._read_expert_hits is not None:
             parts.append(self._read_expert_hits())
+        if self._read_latents is not None:
+            parts.append(self._read_latents())
         if self._tier is not None:
             parts += [self._tier.counters, Statistics(store_links={self._tier.state: 1})]
         if self._exchange is not None:
@@ -298,6 +301,7 @@ class Instance:
             num_siblings=self._spec.num_siblings,
         )
         self._read_expert_hits = built.read_expert_hits
+        self._read_latents = built.read_latents
         adapters, loaded, failures = self._load_adapters(built)
         if built.planner is not None and self._spec.store is not None:
             self._open_tier(built, built.planner, self._spec.store, clock)

@@ -18,7 +18,7 @@ Pure and single-threaded. Lower tiers are asked with the same keys from where ``
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -434,6 +434,27 @@ class PrefixIndex:
         for observer in self.observers:
             observer.note_cleared()
         return self._pool.num_free - num_free
+
+    def forget(self, block_ids: Iterable[int]) -> int:
+        """Forget blocks whose content is lost, and all that build on them.
+
+        Referenced blocks stay with their holders, as with ``clear``.
+
+        Returns: how many blocks were forgotten.
+        """
+        count = 0
+        for block_id in block_ids:
+            top = self._by_block.get(block_id)
+            nodes = [] if top is None else [top]
+            for node in nodes:  # Grows: parents come before their children.
+                nodes += node.children.values()
+            for node in reversed(nodes):
+                if node.key is not None:
+                    self._remember(node.key, MissReason.LOST)
+                self._lru.pop(node, None)
+                self._unlink(node)
+            count += len(nodes)
+        return count
 
     def check(self) -> None:
         """Assert the invariants of the tree and of the LRU order. O(blocks), for tests."""

@@ -284,6 +284,10 @@ class PrefixReuse:
         self._filled.clear()
         return self._index.clear()
 
+    def forget_blocks(self, block_ids: Iterable[int]) -> int:
+        """Forget cached blocks and what builds on them; return how many were forgotten."""
+        return self._index.forget(block_ids)
+
     def extend_keys(self, request: Request) -> None:
         """Compute the missing keys of a request's full blocks."""
         keys = request.prefix.block_keys

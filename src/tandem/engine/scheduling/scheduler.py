@@ -34,7 +34,7 @@ at any time between.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -173,6 +173,16 @@ class Scheduler:
         if self._state.windows is not None:
             self._state.windows.clear()
         return self._state.prefix.clear()
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> int:
+        """Forget cached blocks whose content is lost, and what builds on them; return how many.
+
+        Loads in progress are given up, as they may build on them. Running requests go on.
+        """
+        for request in self._state.loads.give_up_all():
+            self._state.end_loading(request)
+        self._state.wake_s = -math.inf
+        return self._state.prefix.forget_blocks(block_ids)
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
         """Record blocks of a request that have been loaded and whose content has been verified.

@@ -8,9 +8,24 @@ the sampling state of sequences; the scheduler decides which request a block bel
 from collections.abc import Callable
 from typing import Protocol
 
+from tandem.core.errors import CorruptionError
 from tandem.engine.stepping.messages import StepInput, StepResult
 
-__all__ = ["PrefillListener", "Runner", "StepHandle"]
+__all__ = ["LostBlocksError", "PrefillListener", "Runner", "StepHandle"]
+
+
+class LostBlocksError(CorruptionError):
+    """Ends a step that needs blocks whose content could not be read; over a wire it is a
+    ``CorruptionError``.
+
+    Args:
+        what: as of ``TandemError``.
+        block_ids: blocks that no request should take up again.
+    """
+
+    def __init__(self, what: str, block_ids: frozenset[int]) -> None:
+        super().__init__("engine.run_step", what)
+        self.block_ids = block_ids
 
 
 class StepHandle(Protocol):
@@ -44,7 +59,7 @@ class Runner(Protocol):
     def finish(self, handle: StepHandle) -> StepResult:
         """Wait for a step; return a result for each of its sequences, in their order.
 
-        Raises: the error that ended the step.
+        Raises: the error that ended the step; LostBlocksError where blocks could not be read.
         """
         ...
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem._native import ThreadPool
+from tandem.core.errors import TandemError
 from tandem.core.wire import Pooling, TokenLogprob
 from tandem.engine.stepping.expert_log import ExpertLog
 from tandem.engine.stepping.grammar import Grammars, GrammarState
@@ -24,7 +25,7 @@ from tandem.engine.stepping.messages import (
     StepSequence,
 )
 from tandem.engine.stepping.pooling import HiddenSum, encode_vector
-from tandem.engine.stepping.runner import StepHandle
+from tandem.engine.stepping.runner import LostBlocksError, StepHandle
 from tandem.engine.stepping.sampler import gather_logprobs, sample_tokens
 from tandem.engine.stepping.sampler_state import BROKEN_ROW, SamplerState
 from tandem.engine.tiers.mirror import KvMirror
@@ -97,8 +98,18 @@ class TorchRunner:
         """Wait for a step; see ``Runner.finish``."""
         return handle()
 
-    @torch.inference_mode()
     def _run(self, step: StepInput, on_layer: Callable[[int], None] | None) -> StepResult:
+        latents = self._kv_cache.latents
+        try:
+            return self._run_step(step, on_layer)
+        except TandemError as error:
+            lost = frozenset[int]() if latents is None else latents.take_lost_blocks()
+            if not lost:
+                raise
+            raise LostBlocksError(error.what, lost) from error
+
+    @torch.inference_mode()
+    def _run_step(self, step: StepInput, on_layer: Callable[[int], None] | None) -> StepResult:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         for sequence_id in step.ends:

@@ -19,6 +19,7 @@ from tandem.kernels.cpu.experts import NativeExperts
 from tandem.kernels.cpu.latents import LatentBuffers
 from tandem.kernels.interfaces import Angles, AttentionRule
 from tandem.kernels.lanes.mirrors import KvArrivals
+from tandem.kernels.latents.attention import LatentStep
 from tandem.kernels.native import Buffer, view_tensor
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import BesideExperts, DecoderLayer, LayerInput
@@ -67,7 +68,20 @@ class CpuStep:
         self._num_tokens = batch.num_tokens
         self._pool = pool
         self._places = cache.places
-        self._groups: list[_native.PlannedAttention | None] = [_plan_attention(cache, batch, pool)]
+        self._latents: LatentStep | None = None
+        self._groups: list[_native.PlannedAttention | None] = [None]
+        if cache.latents is None:
+            self._groups = [_plan_attention(cache, batch, pool)]
+        else:
+            assert on_layer is None, "layers are announced whose KV is not in memory"
+            self._latents = LatentStep(
+                cache.latents,
+                batch.block_table.numpy(),
+                batch.query_start,
+                batch.context_lens,
+                block_size=batch.block_size,
+                pool=pool,
+            )
         if cache.windows is not None:
             own = cache.place_windows(batch)
             assert own is not None, "no blocks for the layers with a window"
@@ -421,15 +435,22 @@ class CpuStep:
             self._choose_tokens(attention, h_TD, buffers)
         # Keys and values are stored before the queries are computed, so that the on_layer callback
         # can start to send the layer's KV at once.
-        self._store(layer_idx, rows, spec.num_heads)
+        if self._latents is None:
+            self._store(layer_idx, rows, spec.num_heads)
         attention.key_heads.run(buffers.plain, buffers.absorbed)
         if spec.position_scale is not None:
             queries = buffers.rows.tensor[:, : spec.num_heads]
             scale = scale_positions(spec.position_scale, self._positions, self._dtype)
             queries *= scale[:, None, None]
         mixed = buffers.mixed
-        chosen = self._find_choice(spec.top).view if spec.top else None
-        self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule, chosen)
+        chosen = self._find_choice(spec.top) if spec.top else None
+        if self._latents is not None:
+            assert chosen is not None, "latents in a file without an index"
+            parts = (buffers.rows.tensor, mixed.tensor, chosen.tensor)
+            self._latents.run(self._places[layer_idx].layer_idx, *parts, spec.scale)
+        else:
+            chosen_view = None if chosen is None else chosen.view
+            self._attend(layer_idx, rows, mixed.view, spec.scale, attention.rule, chosen_view)
         attention.value_heads.run(mixed, buffers.value_heads)
         return buffers.values
 

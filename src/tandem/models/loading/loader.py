@@ -40,12 +40,13 @@ from tandem.kernels.lanes.mirrors import KvArrivals
 from tandem.kernels.lanes.slots import ExpertSlots, SlotPolicy
 from tandem.kernels.lanes.streams import RANGE_BYTES, ExpertStream
 from tandem.kernels.lanes.uploads import Split, UploadLane
+from tandem.kernels.native import TORCH_DTYPES
 from tandem.kernels.operators.decoder_layer import DecoderLayer
 from tandem.kernels.operators.experts import read_experts
 from tandem.kernels.operators.linear import Embedding
 from tandem.kernels.operators.operator import Operator, freeze, running
 from tandem.kernels.operators.rope import LayeredRope, Rope, Unrotated
-from tandem.kernels.paged import TORCH_DTYPES, PagedBatch, PagedKvCache
+from tandem.kernels.paged import PagedBatch, PagedKvCache
 from tandem.kernels.routing import StepRouting
 from tandem.kernels.states import StateCache
 from tandem.kernels.torch.fixed import FixedDecode, count_width

@@ -1,0 +1,203 @@
+"""A file of rows of equal size, written through the page cache and read past it.
+
+The file has no name: it is removed from its folder as soon as it is open, so that it ends with the
+process, however that ends. Its length is reserved on the disk at once, so that a full disk is found
+at the start. What was written is not kept in the page cache for long.
+"""
+
+import contextlib
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem._native import DirectReader
+from tandem.core.errors import CapacityError, ConfigError, DeadlineError, InternalError, TandemError
+
+__all__ = ["STAGING_BYTES", "RowFile"]
+
+STAGING_BYTES = 8 << 20
+"""Memory into which the disk's pages are read before their rows are copied out."""
+READ_TIMEOUT_MS = 30_000
+"""Timeout of a read in milliseconds, longer than a disk takes to retry a bad sector."""
+DEPTH = 64
+"""Reads that the disk has at a time: they are small and scattered."""
+DROP_BYTES = 64 << 20
+"""Bytes written between two requests to the system to drop the file's pages from memory."""
+
+
+class RowFile:
+    """Rows in a nameless file of a folder.
+
+    Args:
+        folder: folder on the disk.
+        num_rows: rows of the file, numbered from 0; unspecified before they are written.
+        row_bytes: size of a row.
+
+    Raises:
+        ConfigError: the folder does not exist, or cannot be written to.
+        CapacityError: the disk, or memory, has no room.
+    """
+
+    def __init__(self, folder: Path, num_rows: int, row_bytes: int) -> None:
+        page = DirectReader.ALIGNMENT
+        self._row_bytes = row_bytes
+        self._staging_bytes = max(STAGING_BYTES, DirectReader.count_span(page - 1, row_bytes))
+        self._reader = DirectReader(self._staging_bytes, depth=DEPTH)
+        staging = self._reader.array()
+        shape = (len(staging) - row_bytes + 1, row_bytes)
+        self._windows = np.lib.stride_tricks.as_strided(staging, shape, (1, 1), writeable=False)
+        """The staging memory as rows that begin at each of its bytes."""
+        size_bytes = -(-num_rows * row_bytes // page) * page
+        self._descriptor, self._file = _create(folder, size_bytes, self._reader)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._pending: list[int] = []
+        """Reads that were given up and may still write to the staging memory."""
+        self._num_undropped = 0
+        self.failure: TandemError | None = None
+        """Error of the last ``read``, if it could not read some row."""
+        self.written_bytes = 0
+        """Bytes of all rows written."""
+        self.read_bytes = 0
+        """Bytes that reads brought from the disk, whole pages."""
+
+    def write(self, rows: NDArray[np.int64], data: NDArray[np.uint8]) -> None:
+        """Write rows, uint8 [n, row_bytes], to their numbers, which ascend.
+
+        Raises: InternalError (the disk fails).
+        """
+        for first, end in _split_runs(rows[1:] != rows[:-1] + 1, len(rows)):
+            left, at = memoryview(data[first:end]).cast("B"), int(rows[first]) * self._row_bytes
+            while left:
+                try:
+                    count = os.pwrite(self._descriptor, left, at)
+                except OSError as error:
+                    what = f"{len(left)} bytes of latents: {error.strerror}"
+                    raise InternalError("kernels.write_latents", what) from error
+                left, at = left[count:], at + count
+        self.written_bytes += data.nbytes
+        self._num_undropped += data.nbytes
+        if self._num_undropped >= DROP_BYTES:
+            self._num_undropped = 0
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Read rows, whose numbers ascend, into uint8 [n, row_bytes].
+
+        Returns: indices of rows that could not be read, with the error in ``failure``; what ``out``
+            has there is unspecified.
+
+        Raises: DeadlineError (an earlier read is still pending).
+        """
+        self._end_pending()
+        self.failure = None
+        page, size = DirectReader.ALIGNMENT, self._row_bytes
+        begins = rows * size
+        pages, last_pages = begins // page, (begins + size - 1) // page
+        runs = _split_runs(pages[1:] > last_pages[:-1] + 1, len(rows))
+        failed: list[NDArray[np.int64]] = []
+        batch: list[tuple[int, int, int]] = []
+        """Parts of runs that fit the staging memory together: first row, end, place."""
+        used = 0
+        for first, end in runs:
+            while first < end:
+                # Take as many rows of the run as there is room for.
+                room = int(pages[first]) + (self._staging_bytes - used) // page
+                stop = first + int(np.searchsorted(last_pages[first:end], room))
+                if stop == first:
+                    failed += self._read_batch(batch, begins, out)
+                    batch, used = [], 0
+                    continue
+                batch.append((first, stop, used))
+                used += (int(last_pages[stop - 1]) + 1 - int(pages[first])) * page
+                first = stop
+        failed += self._read_batch(batch, begins, out)
+        return np.concatenate(failed) if failed else np.empty(0, np.int64)
+
+    def _read_batch(
+        self,
+        batch: Sequence[tuple[int, int, int]],
+        begins: NDArray[np.int64],
+        out: NDArray[np.uint8],
+    ) -> list[NDArray[np.int64]]:
+        """Read the parts of a batch; return the rows of those that failed."""
+        if not batch:
+            return []
+        reader, page, size = self._reader, DirectReader.ALIGNMENT, self._row_bytes
+        reads: list[int | None] = []
+        for first, end, at in batch:
+            offset = int(begins[first])
+            try:
+                length = int(begins[end - 1]) + size - offset
+                reads.append(reader.begin(self._file, offset, length, at))
+            except TandemError as error:
+                self.failure = error
+                reads.append(None)
+        failed: list[NDArray[np.int64]] = []
+        addresses: list[NDArray[np.int64]] = []
+        for (first, end, at), read in zip(batch, reads, strict=True):
+            addresses.append(begins[first:end] - int(begins[first]) // page * page + at)
+            if read is None or not self._finish(read):
+                failed.append(np.arange(first, end))
+        # Counted here, as the reader answers nobody else while a call waits.
+        self.read_bytes = reader.bytes_read
+        first, last = batch[0][0], batch[-1][1]
+        out[first:last] = self._windows[np.concatenate(addresses)]
+        return failed
+
+    def _finish(self, read: int) -> bool:
+        """Wait for a read; return False if it failed."""
+        try:
+            self._reader.finish(read, 0 if self._pending else READ_TIMEOUT_MS)
+        except DeadlineError as error:
+            self._pending.append(read)
+            self.failure = error
+            return False
+        except TandemError as error:
+            self.failure = error
+            return False
+        return True
+
+    def _end_pending(self) -> None:
+        """Wait no longer for reads that were given up, but check that they have ended."""
+        while self._pending:
+            if not self._reader.is_done(self._pending[-1]):
+                what = "reads that were given up have not ended: the disk does not answer"
+                raise DeadlineError("kernels.read_latents", what)
+            with contextlib.suppress(TandemError):
+                self._reader.finish(self._pending[-1], 0)
+            self._pending.pop()
+
+
+def _create(folder: Path, size_bytes: int, reader: DirectReader) -> tuple[int, int]:
+    """Create a file that only its descriptor and the reader hold; return both of its numbers."""
+    field = "engine.latents_folder"
+    try:
+        descriptor, path = tempfile.mkstemp(prefix="tandem-latents-", dir=folder)
+    except OSError as error:
+        what = f"no file can be made in {folder}: {error.strerror}"
+        raise ConfigError("kernels.create_latents", what, field=field) from error
+    try:
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        return descriptor, reader.add_file(path, may_change=True)
+    except OSError as error:
+        os.close(descriptor)
+        what = f"{size_bytes >> 20} MiB of latents in {folder}: {error.strerror}"
+        raise CapacityError("kernels.create_latents", what, field=field) from error
+    except TandemError:
+        os.close(descriptor)
+        raise
+    finally:
+        os.unlink(path)
+
+
+def _split_runs(is_gap: NDArray[np.bool_], count: int) -> list[tuple[int, int]]:
+    """Return (first, end) of the runs of ``count`` items, given where one does not continue."""
+    if not count:
+        return []
+    ends = [*(np.flatnonzero(is_gap) + 1).tolist(), count]
+    return list(zip([0, *ends[:-1]], ends, strict=True))

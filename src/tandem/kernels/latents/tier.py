@@ -1,0 +1,204 @@
+"""Latents in a file: which rows are in memory, and which are given up for others.
+
+A row is the latent of one token in one layer. Rows lie in the file by layer, block and place in the
+block, so that whatever names blocks (a request's table, the prefix index) names them too. Slots in
+memory hold the rows that steps wrote or chose lately, of all layers together. A slot that is wanted
+for another row is taken at a random place: layers follow each other in a fixed order, in which the
+row that was used longest ago is the next to be used.
+
+A row that cannot be read, or that is not what was written, is never computed with: the step fails,
+and ``take_lost_blocks`` names its block. One thread at a time; counters may be read from any.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem._native import KvPool
+from tandem.core.errors import CorruptionError
+from tandem.core.spec import MlaLayout
+from tandem.kernels.cpu.device import CPU
+from tandem.kernels.latents.file import RowFile
+from tandem.kernels.native import TORCH_DTYPES, view_tensor
+
+__all__ = ["LatentCounters", "LatentTier", "count_row_bytes"]
+
+_WORDS = (np.uint32, np.uint8, np.uint16, np.uint8)
+"""Widest words that a row divides into, by its bytes modulo 4."""
+SCALE_BYTES = 2
+MIN_SEARCHED = 4096
+"""Slots that are looked at for those to take, at least."""
+
+
+def count_row_bytes(layout: MlaLayout) -> int:
+    """Return the bytes of one token's latent in one layer, its scale included."""
+    return layout.row_size * layout.item_bytes + (SCALE_BYTES if layout.is_coded else 0)
+
+
+@dataclass(slots=True)
+class LatentCounters:
+    """Counts over all layers and steps."""
+
+    chosen: int = 0
+    """Rows that a layer's tokens attended to, each once a layer and step, but for those that the
+    step itself computed.
+    """
+    hits: int = 0
+    """Those of them that were in memory."""
+
+
+class LatentTier:
+    """Latents of a pool's blocks in a file, some of them in memory.
+
+    Args:
+        layout: of the blocks.
+        num_blocks: blocks of the pool.
+        folder: folder of the file.
+        memory_bytes: memory for rows; at least ``count_row_bytes``.
+
+    Raises: as ``RowFile``.
+    """
+
+    def __init__(
+        self, layout: MlaLayout, num_blocks: int, *, folder: Path, memory_bytes: int
+    ) -> None:
+        self.row_bytes = count_row_bytes(layout)
+        self.num_slots = memory_bytes // self.row_bytes
+        assert self.num_slots > 0, memory_bytes
+        self.rows_per_layer = num_blocks * layout.block_size
+        """Rows of a layer; row r of layer l has the number ``l * rows_per_layer + r``."""
+        self._block_size = layout.block_size
+        self._num_layers = layout.num_layers
+        num_rows = layout.num_layers * self.rows_per_layer
+        self.file = RowFile(folder, num_rows, self.row_bytes)
+        tensor = CPU.allocate(self.num_slots * self.row_bytes)
+        self.memory = tensor.numpy().reshape(self.num_slots, self.row_bytes)
+        """The slots, uint8 [num_slots, row_bytes]."""
+        format_name = layout.dtype if layout.is_coded else ""
+        if not layout.is_coded:
+            tensor = tensor.view(TORCH_DTYPES[layout.dtype])
+        slots = view_tensor(tensor.view(self.num_slots, -1))
+        self.pool = KvPool.placed(slots, format_name, 1, layout.row_size, layout.kv_lora_rank, [0])
+        """The slots as attention reads them: blocks of one token and one layer."""
+        # Zeros are given by the system as they are touched, so slots count from 1 here.
+        self._slots = np.zeros(num_rows, np.int32)
+        """Slot of each row, plus 1; 0 if the row is not in memory."""
+        self._sums = np.zeros(num_rows, np.uint32)
+        """Checksum of each row in the file."""
+        words = np.dtype(_WORDS[self.row_bytes % 4])
+        self._random = np.random.default_rng(0)
+        shape = self.row_bytes // words.itemsize
+        self._word_type = words
+        self._factors = self._random.integers(0, 1 << 64, shape, np.uint64) | np.uint64(1)
+        """Odd factors of a row's words in its checksum."""
+        self._rows = np.full(self.num_slots, -1, np.int64)
+        """Row of each slot; -1 if it holds none."""
+        self._uses = np.zeros(self.num_slots, np.int64)
+        """Number of the last ``place`` that used each slot."""
+        self._is_wanted = np.zeros(self.num_slots, np.bool_)
+        """True if a row was used again since its slot was last passed over."""
+        self._num_uses = 0
+        self._lost: set[int] = set()
+        self.counters = LatentCounters()
+
+    def take_lost_blocks(self) -> frozenset[int]:
+        """Return the blocks some row of which could not be read since the last call."""
+        lost, self._lost = frozenset(self._lost), set()
+        return lost
+
+    def place(self, rows: NDArray[np.int64], is_new: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """Bring rows to memory; return their slots, which stay until the next call.
+
+        Args:
+            rows: numbers of rows, each once, at most ``num_slots``.
+            is_new: True for rows that the caller writes: they are not read.
+
+        Raises: the first error of the reads; InternalError (the disk fails).
+        """
+        self._num_uses += 1
+        slots = self._slots[rows].astype(np.int64) - 1
+        missing = np.flatnonzero(slots < 0)
+        known = slots[slots >= 0]
+        self._uses[known] = self._num_uses
+        self._is_wanted[known] = True
+        num_new = int(np.count_nonzero(is_new))
+        self.counters.chosen += len(rows) - num_new
+        self.counters.hits += len(rows) - num_new
+        if not len(missing):
+            return slots
+        self.counters.hits -= int(np.count_nonzero(~is_new[missing]))
+        missing = missing[np.argsort(rows[missing])]
+        slots[missing] = taken = self._take_slots(len(missing))
+        self._read(rows[missing], taken, is_new[missing])
+        self._slots[rows[missing]] = taken + 1
+        self._rows[taken] = rows[missing]
+        return slots
+
+    def write(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Write rows from their slots to the file. Raises: InternalError (the disk fails)."""
+        order = np.argsort(rows)
+        rows, data = rows[order], self.memory[slots[order]]
+        self._sums[rows] = self._sum_rows(data)
+        self.file.write(rows, data)
+
+    def copy_block(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first tokens' rows of a block to another block, in all layers.
+
+        Raises: as ``place``.
+        """
+        size, steps = self._block_size, max(1, self.num_slots // 2)
+        for layer in range(self._num_layers):
+            base = layer * self.rows_per_layer
+            for first in range(0, num_tokens, steps):
+                offsets = np.arange(first, min(first + steps, num_tokens)) + base
+                rows = np.concatenate((offsets + source * size, offsets + target * size))
+                is_new = np.arange(len(rows)) >= len(offsets)
+                sources, targets = np.split(self.place(rows, is_new), 2)
+                self.memory[targets] = self.memory[sources]
+                self.write(rows[is_new], targets)
+
+    def _read(
+        self, rows: NDArray[np.int64], slots: NDArray[np.int64], is_new: NDArray[np.bool_]
+    ) -> None:
+        reading = np.flatnonzero(~is_new)
+        if not len(reading):
+            return
+        data = np.empty((len(reading), self.row_bytes), np.uint8)
+        failed = self.file.read(rows[reading], data)
+        failure = self.file.failure
+        if failure is None:
+            failed = np.flatnonzero(self._sum_rows(data) != self._sums[rows[reading]])
+            what = f"{len(failed)} latents are not what was written: replace the disk"
+            failure = CorruptionError("kernels.read_latents", what)
+        if len(failed):
+            lost = rows[reading][failed] % self.rows_per_layer // self._block_size
+            self._lost.update(lost.tolist())
+            raise failure
+        self.memory[slots[reading]] = data
+
+    def _sum_rows(self, data: NDArray[np.uint8]) -> NDArray[np.uint32]:
+        """Return the checksums of rows: the upper half of a sum of products, modulo 2^64."""
+        sums = data.view(self._word_type).astype(np.uint64) @ self._factors
+        return (sums >> np.uint64(32)).astype(np.uint32)
+
+    def _take_slots(self, count: int) -> NDArray[np.int64]:
+        """Return slots without a row that the current call uses; their rows leave memory."""
+        total = self.num_slots
+        begin = int(self._random.integers(total))
+        near = (begin + np.arange(min(total, max(4 * count, MIN_SEARCHED)))) % total
+        is_free = (self._uses[near] < self._num_uses) & ~self._is_wanted[near]
+        taken = near[is_free][:count]
+        if len(taken) < count:
+            self._is_wanted[near] = False
+            self._uses[taken] = self._num_uses
+            others = np.flatnonzero(self._uses < self._num_uses)
+            others = np.roll(others, -int(np.searchsorted(others, begin)))
+            taken = np.concatenate((taken, others[: count - len(taken)]))
+        assert len(taken) == count, f"{count} rows for {total} slots"
+        old = self._rows[taken]
+        self._slots[old[old >= 0]] = 0
+        self._rows[taken] = -1
+        self._uses[taken] = self._num_uses
+        return taken
