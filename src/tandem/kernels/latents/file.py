@@ -71,7 +71,7 @@ class RowFile:
         Raises: InternalError (the disk fails).
         """
         for first, end in _split_runs(rows[1:] != rows[:-1] + 1, len(rows)):
-            left, at = memoryview(data[first:end]).cast("B"), int(rows[first]) * self._row_bytes
+            left, at = data[first:end].data.cast("B"), int(rows[first]) * self._row_bytes
             while left:
                 try:
                     count = os.pwrite(self._descriptor, left, at)
