@@ -231,10 +231,11 @@ class Peer:
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], *, timeout_s: float
     ) -> BegunCall[T]:
-        """Begin a call from any thread but the event loop's. The thread may wait for its answer, or
-        drop it.
+        """Begin a call from any thread but the event loop's, which a wait would block.
 
-        With a lane, no event loop of this process is woken. Raises: as ``call``.
+        The thread may wait for the answer, or drop the call. A call over a lane (a connection of
+        the transfer engine beside the socket) does not wake this process's event loop. Without a
+        lane the loop sends it. Raises: as ``call``.
         """
         self._raise_if_lost()
         return self._outgoing.begin_threadsafe(method, request, response_type, timeout_s)

@@ -485,7 +485,9 @@ class ExtentRecords(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InventoryPage(msgspec.Struct, frozen=True):
-    """One page of a host's inventory: objects in order of offset."""
+    """One page of the inventory that a joining host sends its master. Objects in memory are in
+    order of their offset in the segment.
+    """
 
     session: int
     page: int

@@ -156,7 +156,8 @@ class PrefillAnnouncer:
         """
         view = self._engine.find_prefill(question.request_id)
         if view is None:
-            # This prefill is unknown, but its request may still be on the way to this instance.
+            # This prefill is unknown. If the asker has read no blocks of it and it has not ended
+            # here, its request may still be on the way to this instance. Otherwise it is gone.
             is_to_come = question.run is None and not self._engine.has_ended_prefill(
                 question.request_id
             )

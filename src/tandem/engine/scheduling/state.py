@@ -103,8 +103,8 @@ class SchedulerState:
     # ---------------------------------------------------------------- queues
 
     def enqueue(self, request: Request) -> None:
-        """Put a request into the waiting queue; a preempted one goes to the front of its
-        priority.
+        """Put a request into the waiting queue. Preempted requests stand before the others of
+        their priority, in order of arrival.
         """
         is_preempted = request.queue.num_preemptions > 0
         request.state = RequestState.PREEMPTED if is_preempted else RequestState.WAITING

@@ -189,7 +189,9 @@ class StepAdapters:
         return self._layout
 
     def empty(self, slot: int) -> None:
-        """Remove the factors of a slot from all matrices, when no running step uses it any more."""
+        """Remove the factors of a slot from all matrices at once. The caller ensures that no running
+        step uses the slot.
+        """
         self._contents[slot] += 1
         for matrix in self.matrices:
             matrix.remove_parts(slot)
@@ -238,7 +240,7 @@ class _Adapted:
             self._bank.add_part(slot, down, up, part.scale, part.first_output, size, part.head)
 
     def remove_parts(self, slot: int) -> None:
-        """Remove an adapter's factors, when no running step uses it any more."""
+        """Remove an adapter's factors at once. The caller ensures that no running step uses it."""
         self._parts.pop(slot, None)
         if self._bank is not None:
             self._bank.clear(slot)
@@ -355,7 +357,7 @@ class AdaptedMatrix(_Adapted):
 
 
 class AdaptedHeads(_Adapted):
-    """A ``HeadMatrix`` with LoRA adapters.
+    """A ``HeadMatrix``, one matrix for each attention head, with LoRA adapters.
 
     Args:
         base: the matrices without adapters; owned.

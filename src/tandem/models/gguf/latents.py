@@ -78,8 +78,9 @@ def _list_indexers(facts: Facts) -> list[str]:
     """Return the indexer type of each layer: an index of its own, or an earlier layer's choice."""
     value, count = facts.find("attention.indexer.types"), facts.num_layers
     if value is None:
-        # As in llama.cpp's src/models/glm-dsa.cpp, files older than this key have a fixed pattern
-        # of indexer layers.
+        # Files older than attention.indexer.types do not tell which layers share an index. As in
+        # llama.cpp's src/models/glm-dsa.cpp, a context as long as GLM-5.2's means that layers
+        # share in a fixed pattern. Otherwise each layer has its own.
         is_long = facts.count("context_length") >= LONG_CONTEXT
         kinds = [not is_long or i < 2 or i % 4 == 2 for i in range(count)]
     elif isinstance(value, np.ndarray) and value.ndim == 1 and len(value) >= count:

@@ -66,7 +66,9 @@ def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Input and results of one of eager's modules."""
+    """Input and results of one module of transformers' eager model, recorded by a hook so that our
+    operator can be compared on the same input.
+    """
 
     given: Tensor
     others: tuple[Tensor, ...]

@@ -113,7 +113,9 @@ def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
 
 
 def make_tokens(config: Any, seed: int) -> Tensor:
-    """Return the token sequence of a proof, int64 [NUM_TOKENS]."""
+    """Return random token ids, int64 [NUM_TOKENS], on which a tiny model of ours is compared with
+    transformers'; the same for the same seed.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
     return torch.randint(3, config.vocab_size, (NUM_TOKENS,), generator=generator)
 

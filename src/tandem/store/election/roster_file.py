@@ -50,7 +50,9 @@ class FileRosterStore:
         await asyncio.to_thread(self._append, pack_line(msgspec.json.encode(batch)))
 
     async def drop(self, below: int) -> None:
-        """Rewrite the tombstone file without the rounds below a number."""
+        """Rewrite the tombstone file without the tombstones (removals of objects) of rounds (writes of
+        the roster) numbered below ``below``.
+        """
         await asyncio.to_thread(self._drop, below)
 
     def _load(self) -> SavedRoster:
