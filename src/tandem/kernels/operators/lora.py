@@ -189,8 +189,8 @@ class StepAdapters:
         return self._layout
 
     def empty(self, slot: int) -> None:
-        """Remove the factors of a slot from all matrices at once. The caller ensures that no running
-        step uses the slot.
+        """Remove the factors of a slot from all matrices at once. The caller ensures that no
+        running step uses the slot.
         """
         self._contents[slot] += 1
         for matrix in self.matrices:

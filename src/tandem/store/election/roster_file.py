@@ -50,8 +50,8 @@ class FileRosterStore:
         await asyncio.to_thread(self._append, pack_line(msgspec.json.encode(batch)))
 
     async def drop(self, below: int) -> None:
-        """Rewrite the tombstone file without the tombstones (removals of objects) of rounds (writes of
-        the roster) numbered below ``below``.
+        """Rewrite the tombstone file without the tombstones (removals of objects) of rounds
+        (writes of the roster) numbered below ``below``.
         """
         await asyncio.to_thread(self._drop, below)
 
