@@ -219,7 +219,7 @@ class Engine:
         """Sequences of the running step whose blocks another instance may be reading."""
         self._ended_prefills: OrderedDict[str, None] = OrderedDict()
         """Ids of the prefills that ended last, their blocks held or not."""
-        self._lost_blocks = frozenset[int]()
+        self._lost_blocks: frozenset[int] = frozenset()
         """Blocks whose content the running step could not read."""
         self._num_layers_done = 0
         self._observer = observer
@@ -717,7 +717,7 @@ class Engine:
             self._timelines.note_step(plan, seconds)
             self._prefilling = {}
             outputs = step.outputs + self._record(plan, result, failures, end_s)
-            lost, self._lost_blocks = self._lost_blocks, frozenset()
+            lost, self._lost_blocks = self._lost_blocks, frozenset[int]()
             if lost:
                 # Those that computed with them have ended; no later prompt may find them.
                 self._scheduler.forget_blocks(lost)
