@@ -310,8 +310,8 @@ class LLM:
 
 
 async def _never_gone() -> Any:
-    """Wait for ever, in place of the wait for the end of a client's connection, which does not
-    exist here.
+    """Wait for ever: stands for the wait until a client closes its connection, as there is no
+    client here.
     """
     await asyncio.get_running_loop().create_future()
 

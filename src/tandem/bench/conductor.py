@@ -74,7 +74,9 @@ def make_cases(*, quick: bool, trace: Path | None = None) -> Iterator[BenchCase]
 
 
 class _Asked:
-    """A conductor of instances under load, with prompts to place."""
+    """A conductor (the router of requests) that knows instances under load, and prompts for which
+    it must choose instances.
+    """
 
     def __init__(
         self, policy: str, roles: Sequence[InstanceRole], num_instances: int, queue: int, count: int

@@ -99,7 +99,9 @@ def slice_conversations(rows: Iterable[TraceRow], num_slices: int) -> list[Trace
 
 
 def count_ideal_hits(rows: Iterable[TraceRow]) -> float:
-    """Return the share of prompt tokens that an unbounded cache, empty at first, would serve."""
+    """Return the share of prompt tokens that an unbounded prefix cache, empty at first, would
+    serve.
+    """
     seen: set[int] = set()
     num_hits = num_tokens = 0
     for row in rows:
@@ -111,7 +113,8 @@ def count_ideal_hits(rows: Iterable[TraceRow]) -> float:
 
 
 class _Process:
-    """A ``tandem`` command that runs until it is closed and prints a line of JSON when it is ready.
+    """A child process with a ``tandem`` command, which runs until it is closed and prints a line of
+    JSON when it is ready.
 
     Args:
        log: file for its other output.
@@ -172,7 +175,7 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 
 class _Server:
-    """A server in front of the launcher's instances. A context manager."""
+    """A server in front of the launcher's instances, with one routing policy. A context manager."""
 
     def __init__(self, live: "_Live", policy: str, *flags: str) -> None:
         self._live = live
@@ -240,7 +243,9 @@ class _Server:
 
 
 class _Live:
-    """The launcher, the slice, and the results so far, which later cases share."""
+    """The launcher of the instances, the slice of the trace, and the results so far, which later
+    cases share.
+    """
 
     def __init__(
         self, scratch: Path, trace: Path, opened: contextlib.ExitStack, *, quick: bool
@@ -300,7 +305,9 @@ class _Live:
     def replay(
         self, server: _Server, rate: float | None, objectives: Objectives | None = None
     ) -> _Outcome:
-        """Send the slice at a mean rate in requests per second; None sends all at once."""
+        """Send the slice of the trace to a server at a mean rate in requests per second; None sends
+        all at once.
+        """
         span_s = (self.rows[-1].timestamp - self.rows[0].timestamp) / 1e3
         slowdown = 0.0 if rate is None else len(self.rows) / rate / span_s
         return server.load(
@@ -313,8 +320,8 @@ class _Live:
 
     @cached_property
     def single(self) -> tuple[float, Objectives]:
-        """Share of prefill in the time to first token of single requests, and the objectives
-        derived from them.
+        """Share of prefill in the time to first token of requests that are sent one by one, and the
+        objectives (latency limits) derived from their times.
         """
         with self.serve(OURS) as server:
             before = server.read_metrics()
@@ -346,7 +353,9 @@ class _Live:
             return self.replay(server, None).report.request_throughput
 
     def run(self, policy: str, share: float) -> _Outcome:
-        """Return the result of a policy at a share of the saturating rate; each pair runs once."""
+        """Return the result of a routing policy at a share of ``saturating_rate``; each pair of
+        policy and share runs once.
+        """
         key = policy, share
         if key not in self._runs:
             # Rate and objectives are measured before this server starts: measuring them sends
@@ -371,7 +380,7 @@ class _Live:
         return "ok"
 
     def check_run(self, policies: Sequence[str]) -> str:
-        """Run all policies; return ok if every request was answered."""
+        """Run all routing policies; return ok if every request was answered, else the error."""
         problem = self.check()
         for policy in policies if problem == "ok" else ():
             outcome = self.run(policy, LOAD_SHARE)
@@ -397,7 +406,8 @@ def _read(outcome: _Outcome, metric: Metric) -> float:
 
 
 def make_live_cases(trace: Path, *, quick: bool) -> Iterator[BenchCase]:
-    """Yield the live cases; a later case reports figures that an earlier one measured.
+    """Yield the cases that need running instances; a later case reports figures that an earlier one
+    measured.
 
     Args:
        trace: path of a trace in Mooncake's format.

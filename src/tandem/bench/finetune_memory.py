@@ -45,7 +45,7 @@ BF16 = {"bf16": True}
 
 @dataclass(frozen=True)
 class Run:
-    """A model and the settings of its recipe that decide the memory."""
+    """A fine-tuning run: a model, and the settings of its recipe that decide the memory."""
 
     name: str
     kind: str
@@ -142,7 +142,9 @@ def _make_case(run: Run, folder: Path, peer: RivalProcess) -> BenchCase:
 
 
 def _write_run(run: Run, folder: Path) -> Path:
-    """Write the checkpoint, the data and the recipe; return the recipe's path."""
+    """Write the checkpoint, the data and the recipe (settings file) of a fine-tuning run; return
+    the recipe's path.
+    """
     _write_checkpoint(run, folder / "model")
     data = folder / "data"
     data.mkdir()

@@ -209,7 +209,9 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
 
 
 class _ObjectCase:
-    """A batch of objects to put and get; prepared by its first check."""
+    """A batch of objects that is put into the store and got from it; prepared by its first
+    check.
+    """
 
     def __init__(self, store: _Store, path: str, api: str, size: int, batch: int) -> None:
         self._store = store
@@ -218,7 +220,9 @@ class _ObjectCase:
         self._source = self._target = np.zeros(0, np.uint8)
 
     def compare(self, rival: Rival | None) -> Iterator[BenchCase]:
-        """Yield one case of puts and two of gets."""
+        """Yield the cases of puts (also with chosen cores, if there are several) and of gets
+        (without and with cached locations), against a rival's store if one is given.
+        """
         against = "" if rival is None or rival.name == "mooncake tcp" else rival.name
         suffix = f" against={against.replace(' ', '-')}" if against else ""
         near = [("put", " cores=near", self._measure_near_put)]

@@ -46,7 +46,7 @@ MB = 1e6
 
 
 class _Disk:
-    """A disk tier on a real folder, with a segment full of objects of one size."""
+    """A host's SSD tier on a real folder, with a segment full of objects of one size."""
 
     def __init__(self, size: int, total_bytes: int) -> None:
         self.size = size
@@ -120,7 +120,7 @@ class _Disk:
         return self.count * self.size / MB / time_call(lambda: self.run(self._read()))
 
     def load_one(self) -> float:
-        """Return the microseconds of one load."""
+        """Return the microseconds to load one object from the disk into memory."""
         return 1e6 * time_call(lambda: self.run(self.tier.load(self.headers[0], 0)))
 
     def check(self) -> str:

@@ -198,21 +198,23 @@ class _Pair:
             while done < size:
                 done += self.socket.recv_into(view[done:])
         else:
-            # Head and data are sent in one call: sending the head alone would wake the other
-            # process before there is data to read.
+            # The header of the message and its data are sent in one call: sending the header alone
+            # would wake the other process before there is data to read.
             sent = self.socket.sendmsg([head, view])
             self.socket.sendall(view[sent - len(head) :])
             self.socket.recv(1)
 
     def on_cores(self, cores: Cores) -> contextlib.AbstractContextManager[None]:
-        """Pin both processes to cores inside the block."""
+        """Pin both processes to cores, as ``cores`` says, inside the ``with`` block."""
         if cores == "any":
             return contextlib.nullcontext()
         first, second, *_ = sorted(os.sched_getaffinity(0))
         return on_cores({os.getpid(): first, self.child.pid: first if cores == "one" else second})
 
     def with_tags(self, stack: contextlib.ExitStack, tags: Literal["always", "hmac"]) -> "_Pair":
-        """Return the same two processes and memory over connections with keyed tags."""
+        """Return the same two processes and memory over connections whose messages carry keyed tags
+        (authentication codes).
+        """
         other = copy.copy(self)
         other.engine = TransferEngine(TransferConfig(secret=self.secret, tags=tags))
         stack.callback(other.engine.close, deadline_s=5)
@@ -323,7 +325,7 @@ class _Iperf:
 
 
 class _Rivals:
-    """The rivals, and the ceiling measured with iperf3."""
+    """The other projects' transfer engines, and the ceiling that is measured with iperf3."""
 
     def __init__(self, stack: contextlib.ExitStack, buffer_bytes: int) -> None:
         def rival(name: str, needs: tuple[str, ...], script: str, **settings: str) -> _Rival:
@@ -413,8 +415,9 @@ def _make_case(
 def _make_still_case(
     pair: _Pair, peers: _Rivals | None, op: Op, size: int, cores: Cores
 ) -> BenchCase:
-    """Return a case that compares our engine without polling with plain sockets, between processes
-    that both sleep until an answer arrives; ``cores`` says where these run.
+    """Return a case that compares our engine without polling (its threads sleep while they wait)
+    with plain sockets, between processes that both sleep until an answer arrives; ``cores`` says
+    where these run.
     """
     case = _Comparison(pair, "tcp", op, [[(0, size)]])
 
@@ -525,7 +528,9 @@ def _list_rivals(
 
 
 class _Comparison:
-    """Ours, the ceiling and the check on the same batches, submitted in turn."""
+    """The functions of a case: our engine, the ceiling and the check, on the same batches of
+    transfers, submitted in turn.
+    """
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class CheckedModel(NamedTuple):
 
 
 class Composition(NamedTuple):
-    """The parts of a running server; ``compose`` owns them."""
+    """The parts of a running server (engine client, HTTP application); ``compose`` owns them."""
 
     engine: ClusterClient
     app: Starlette
@@ -228,8 +228,8 @@ async def compose_launcher(
 async def _open_common(
     settings: Config, sources: tuple[AdapterSource, ...], *, log_level: str, log_format: str
 ) -> AsyncIterator[tuple[InstanceSpec, StoreChild | None]]:
-    """Give the settings that all instances share, and the store that was started for them, if
-    any.
+    """Give the settings that all instances share, and the store that was started for them; None if
+    the settings ask for no store.
     """
     async with contextlib.AsyncExitStack() as opened:
         store, child = None, None

@@ -136,7 +136,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The user's settings, in which automatic values are not decided yet."""
+    """The user's settings as given, in which values left to the planner are not decided yet."""
 
     model: ModelConfig = msgspec.field(default_factory=ModelConfig)
     hub: HubConfig = msgspec.field(default_factory=HubConfig)
@@ -285,7 +285,8 @@ def _make_parameter(field: ConfigField, shown: frozenset[str]) -> inspect.Parame
 
 
 def check_store(store: StoreConfig) -> None:
-    """Check that no settings of the store would be ignored.
+    """Check that the settings of a server's store fit together, so that none of them would be
+    ignored.
 
     Raises: ConfigError (one would be).
     """

@@ -35,14 +35,16 @@ def require_serve() -> None:
 
 
 def describe_missing(error: ModuleNotFoundError) -> str | None:
-    """Return a line about a missing module that an extra would install; None if none would."""
+    """Return a line about a missing module that an extra of ours would install; None if none
+    would.
+    """
     package = (error.name or "").partition(".")[0]
     extra = _find_extra(package)
     return None if extra is None else f"[cli.import] {describe_extra(package, extra)}"
 
 
 def describe_extra(packages: str, extra: str) -> str:
-    """Return a line that names the missing packages and the extra that installs them."""
+    """Return a line that names missing packages and the extra of ours that installs them."""
     return f"{packages} not installed: pip install '{DISTRIBUTION}[{extra}]'"
 
 

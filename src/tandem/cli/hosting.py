@@ -141,7 +141,9 @@ def _overlay(settings: Config, name: str, spec: HostedSpec) -> Config:
 
 
 def _estimate(folder: Path, settings: Config) -> int:
-    """Return the bytes that a model needs: the size of its files plus the configured KV cache."""
+    """Return about how many bytes a model needs: the size of its files plus the configured KV
+    cache.
+    """
     sizes = [
         path.stat().st_size
         for pattern in WEIGHT_FILES

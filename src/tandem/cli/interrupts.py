@@ -73,7 +73,9 @@ def handle_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def keep_interrupts() -> Iterator[None]:
-    """Let the context handle Ctrl-C by catching KeyboardInterrupt, so that the command goes on."""
+    """Leave Ctrl-C to the code inside the context, which catches KeyboardInterrupt, so that the
+    command goes on.
+    """
     _State.num_keepers += 1
     try:
         yield
@@ -82,7 +84,9 @@ def keep_interrupts() -> Iterator[None]:
 
 
 def end_interrupted() -> NoReturn:
-    """Print the line and exit with ``STATUS``; if that takes long, the thread ends the process."""
+    """Print that the command was interrupted and exit with ``STATUS``; if that takes long, the
+    watching thread ends the process.
+    """
     _tell()
     # Python remembers that an `exec` of text (dataclasses use it) ended in KeyboardInterrupt, and
     # would die of the signal at its end instead of exiting with this status. Another `exec` clears
@@ -129,8 +133,8 @@ def _raise(_: int, frame: FrameType | None) -> None:
 
 
 def _watch(reader: socket.socket, ended: threading.Event) -> None:
-    """End the process ``GRACE_S`` after an interrupt, unless the context has ended or has handled
-    it.
+    """End the process ``GRACE_S`` after an interrupt (noticed at ``reader``), unless the context
+    has ended or has handled it.
     """
     with reader:
         while data := reader.recv(1):

@@ -39,7 +39,9 @@ FOUND = "cores and NUMA nodes are found from affinity and quota"
 
 
 class LaunchFlag(NamedTuple):
-    """A flag of another server: its argument, and how it is treated."""
+    """A flag of SGLang's or KTransformers' launch command: its argument, and what it becomes
+    here.
+    """
 
     names: tuple[str, ...]
     kind: Literal["mapped", "settled", "refused"]
@@ -55,13 +57,13 @@ class LaunchFlag(NamedTuple):
 
     @property
     def parameter(self) -> str:
-        """Name of the parameter by which a command receives it."""
+        """Name of the parameter by which a command receives the flag."""
         return PREFIX + self.names[0].removeprefix("--").replace("-", "_")
 
 
 class Translation(NamedTuple):
-    """The settings by path, each with the flag that set it and the value; and notes for the
-    user.
+    """The meaning here of another server's flags: settings by path, each with the flag that set it
+    and the value, and notes for the user.
     """
 
     settings: dict[str, tuple[str, str]]
@@ -231,7 +233,7 @@ LAUNCH_FLAGS = (
 
 
 def make_launch_parameters() -> list[inspect.Parameter]:
-    """Return one hidden option for each flag, for a command's signature."""
+    """Return one hidden option for each flag of another server, for a command's signature."""
     return [
         inspect.Parameter(
             flag.parameter,

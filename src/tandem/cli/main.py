@@ -18,7 +18,7 @@ __all__ = ["app", "main"]
 
 
 class _Entry(NamedTuple):
-    """An entry of the list of commands."""
+    """An entry of the list of commands that the help prints."""
 
     path: str
     """``module:function`` of the command, or of a group's application; imported when it is
@@ -101,7 +101,7 @@ UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class _Loaded(MutableMapping[str, Any]):
-    """A mapping of the commands by name that makes each one when it is looked up."""
+    """A mapping of the commands by name that imports and makes each one when it is looked up."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -139,7 +139,7 @@ class _Commands(typer.core.TyperGroup):
         self.commands = _Loaded()
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names, in our order."""
+        """Return the commands' names, in the order in which the help lists them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

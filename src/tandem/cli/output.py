@@ -74,7 +74,7 @@ def _escape(text: str) -> str:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Return a size with three digits in the largest binary unit that fits."""
+    """Return a size in bytes as text, with three digits in the largest binary unit that fits."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size_bytes >= unit:
             return f"{size_bytes / unit:.{0 if size_bytes % unit == 0 else 1}f} {name}"

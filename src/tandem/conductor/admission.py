@@ -78,7 +78,9 @@ class Rejection:
 
 @dataclass(slots=True)
 class _Accepted:
-    """An accepted request that has not ended."""
+    """The memory of an accepted request that has not ended: its predicted times and
+    objectives.
+    """
 
     bucket: int
     ttft_s: float
@@ -93,7 +95,7 @@ class _Accepted:
 
 
 class _Shares:
-    """The recent work of each client, in decayed sums."""
+    """The recent work done for each client, in sums that decay with time."""
 
     def __init__(self) -> None:
         self._work: dict[str, tuple[float, float, float]] = {}
@@ -101,7 +103,7 @@ class _Shares:
         weight."""
 
     def add(self, client: str, weight: float, work: float, now_s: float) -> None:
-        """Add work done for a client."""
+        """Add work done for a client (tokens of its requests) to its recent work."""
         self._work[client] = (self._read(client, now_s) + work, now_s, weight)
 
     def has_excess(self, client: str, weight: float, now_s: float) -> bool:
@@ -126,12 +128,14 @@ class _Promises:
         """By instance: number of requests for each objective in seconds."""
 
     def add(self, instance: str, slo: Slo) -> None:
-        """Count a request that is to decode on an instance."""
+        """Count the time-between-tokens objective of an accepted request at the instance that is to
+        decode it.
+        """
         if slo.tpot_s is not None:
             self._counts.setdefault(instance, Counter())[slo.tpot_s] += 1
 
     def remove(self, instance: str, slo: Slo) -> None:
-        """Stop counting a request that ``add`` counted on an instance."""
+        """Stop counting the objective of a request that ``add`` counted at an instance."""
         if slo.tpot_s is not None:
             counts = self._counts[instance]
             counts[slo.tpot_s] -= 1
@@ -141,12 +145,15 @@ class _Promises:
                 del self._counts[instance]
 
     def find_strictest(self, instance: str) -> float:
-        """Return the strictest objective on an instance, in seconds; infinite if there is none."""
+        """Return the strictest time between tokens that a request on an instance was promised, in
+        seconds; infinite if there is none.
+        """
         return min(self._counts.get(instance, ()), default=math.inf)
 
 
 class Admission:
-    """The policy that accepts or rejects requests, and learns from their real times.
+    """The policy that accepts or rejects requests by their predicted times, and learns from their
+    real times.
 
     Args:
         mode: ``none`` (accept all), ``early`` or ``predicted``.
@@ -170,7 +177,8 @@ class Admission:
         self._mean_tokens = 1.0
 
     def foresee(self, fleet: Fleet, forecast: Forecast, now_s: float) -> Forecast:
-        """Return a forecast with the time between tokens that the admission mode considers.
+        """Return a forecast (predicted times of a request) with the time between tokens that the
+        admission mode considers.
 
         Args:
             fleet: state of the instances; not modified.
@@ -231,7 +239,7 @@ class Admission:
         return Rejection(f"{what}: try again in {retry_s} s", reason, retry_s)
 
     def note_accepted(self, question: Question, forecast: Forecast, now_s: float) -> None:
-        """Add an accepted request to its client's work, and remember its predicted times."""
+        """Add an accepted request to its client's recent work, and remember its predicted times."""
         self._shares.add(
             question.client, question.weight, question.prompt_len + question.max_tokens, now_s
         )
@@ -251,7 +259,7 @@ class Admission:
         self._count(accepted.bucket, 1, now_s)
 
     def note_moved(self, request_id: str, decode: str) -> None:
-        """Record that a request is decoded by another instance than before."""
+        """Record that an accepted request is decoded by another instance than was planned."""
         accepted = self._live.get(request_id)
         if accepted is not None and decode != accepted.decode:
             self._promises.remove(accepted.decode, accepted.slo)
@@ -259,8 +267,8 @@ class Admission:
             accepted.decode = decode
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
-        """Update the forecast of decodes and the margin with a request's real time to first
-        token.
+        """Learn from a request's real time to first token: update the forecast of running decodes
+        and the margin on predicted times.
         """
         accepted = self._live.get(request_id)
         if accepted is None or accepted.first_s is not None:
@@ -272,8 +280,8 @@ class Admission:
         self.ttft.note(accepted.ttft_s, now_s - accepted.accepted_s, now_s)
 
     def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """Remove an ended request from the forecast of decodes, and learn from its time between
-        tokens.
+        """Remove an ended request from the forecast of running decodes, and learn from its time
+        between tokens.
 
         Args:
             request_id: id of a request, accepted or not.
@@ -315,8 +323,8 @@ class Admission:
             self._begun[bucket % NUM_BUCKETS] += change
 
     def _advance(self, newest: int) -> None:
-        """Move the ring forward in time, so that half of it lies in the past and half in the
-        future.
+        """Move the ring of time buckets, which count the decodes that begin in each, forward to the
+        bucket ``newest``; those that leave it are forgotten.
         """
         if newest - self._newest >= NUM_BUCKETS:
             self._begun[:] = 0
@@ -339,8 +347,8 @@ class Admission:
         )
 
     def _count_begun(self, at_s: float, end_s: float) -> int:
-        """Return how many decodes begin between one mean decoding time before ``at_s`` and
-        ``end_s``.
+        """Return how many decodes begin before ``end_s`` and not earlier than one mean decoding
+        time before ``at_s``.
         """
         at = self._find_bucket(at_s)
         first = at - min(int(self._mean_decode_s / BUCKET_S), NUM_BUCKETS // 2)
@@ -352,8 +360,8 @@ class Admission:
         return int(np.sum(self._begun[buckets]))
 
     def _forecast_tpot(self, fleet: Fleet, tpot_s: float, at_s: float, now_s: float) -> float:
-        """Predict the mean time between tokens at time ``at_s``, from the decodes that will run
-        then.
+        """Predict the mean time between tokens at time ``at_s``, from the forecast of how many
+        requests will decode then.
         """
         rows = fleet.is_serving & (fleet.role == DECODE)
         if not rows.any():

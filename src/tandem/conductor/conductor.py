@@ -94,12 +94,16 @@ class Decision:
 
     @property
     def chosen(self) -> Candidate | None:
-        """The instance chosen to compute the prompt; None if none was compared."""
+        """The instance chosen to compute the prompt, with its predicted times; None if none was
+        compared.
+        """
         return self._describe(0) if self._names else None
 
     @property
     def considered(self) -> list[Candidate]:
-        """The candidates: the chosen instance first, then the others by predicted time."""
+        """The instances that were compared for the prompt: the chosen one first, then the others by
+        predicted time.
+        """
         return [self._describe(at) for at in range(len(self._names))]
 
     def _describe(self, at: int) -> Candidate:
@@ -115,7 +119,7 @@ class Decision:
 
 
 class Conductor:
-    """The placement of a cluster's requests.
+    """The chooser of the instances that serve a cluster's requests, from what it is told of them.
 
     Args:
         policy: compares instances.
@@ -145,7 +149,7 @@ class Conductor:
     # ---------------------------------------------------------------- events
 
     def join(self, name: str, role: InstanceRole) -> None:
-        """Add an instance to the cluster."""
+        """Add an instance to the cluster; it does not serve yet."""
         row = self.fleet.join(name, role)
         self._estimators[row] = StepEstimator(self.fleet.costs[:, row])
 
@@ -156,15 +160,15 @@ class Conductor:
         self._forget(row)
 
     def serve(self, ref: InstanceRef, facts: InstanceFacts) -> None:
-        """Record that a new run of an instance serves; it has no blocks and no load."""
+        """Record that a new run (process) of an instance serves; it has no blocks and no load."""
         self._forget(self.fleet.serve(ref, facts))
 
     def stop(self, name: str) -> None:
-        """Record that an instance no longer serves."""
+        """Record that an instance no longer serves, because its process is gone or restarts."""
         self.fleet.stop(name)
 
     def set_role(self, name: str, role: InstanceRole) -> None:
-        """Set the role of an instance."""
+        """Set the role (prefill, decode or unified) of an instance."""
         self.fleet.set_role(name, role)
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
@@ -177,11 +181,11 @@ class Conductor:
         return row is not None and bool(self.fleet.is_draining[row])
 
     def set_sources(self, name: str, sources: Collection[str]) -> None:
-        """Set the instances whose blocks an instance can read."""
+        """Set the prefill instances whose blocks an instance can read."""
         self.fleet.set_sources(name, sources)
 
     def set_load(self, name: str, load: Load) -> None:
-        """Set the load of an instance."""
+        """Set the load of an instance, as last reported and counted by the server."""
         row = self.fleet.find(name)
         if row is not None:
             self.fleet.set_load(row, load)
@@ -211,7 +215,7 @@ class Conductor:
     def note_blocks(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
     ) -> None:
-        """Record block keys that an instance has stored or removed."""
+        """Record keys of blocks that an instance has added to its cache or removed from it."""
         row = self.fleet.find(name)
         if row is None:
             return
@@ -222,7 +226,9 @@ class Conductor:
     def note_group(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
     ) -> None:
-        """Record block keys at whose end an instance has gained or lost the window or a state."""
+        """Record, for a model with windows or states, keys of blocks at whose end an instance has
+        cached the sliding window or the recurrent state, or no longer has it.
+        """
         row = self.fleet.find(name)
         if row is None:
             return
@@ -237,7 +243,7 @@ class Conductor:
             self._forget(row)
 
     def note_in_store(self, stored: Iterable[int] = (), removed: Iterable[int] = ()) -> None:
-        """Record block keys that the store has gained or lost."""
+        """Record keys of blocks that the store has gained or lost."""
         self.stored.note_removed(0, removed)
         self.stored.note_stored(0, stored)
 
@@ -367,7 +373,9 @@ class Conductor:
         return self._decide(route, question, row, rows, parts, decode)
 
     def count_hits(self, chains: Sequence[Chain]) -> IntColumn:
-        """Return, for each row, how many tokens of a prompt the instance is known to have KV of."""
+        """Return, for each row of the fleet, how many leading tokens of a prompt its instance is
+        known to have the KV of.
+        """
         fleet = self.fleet
         hits = np.zeros(fleet.num_rows, np.int64)
         for chain in chains:
@@ -382,17 +390,19 @@ class Conductor:
         return hits
 
     def _find_block(self, key: int) -> int:
-        """Return the rows of instances that have or will have a block, as bits of a number."""
+        """Return the rows of instances that have or will soon have a block, as the set bits of a
+        number.
+        """
         return self.directory.find(key) | self._expected.find(key)
 
     def _find_group(self, key: int) -> int:
-        """Return the rows, as bits, of instances that have or will have the window or state at a
-        block's end.
+        """Return the rows of instances that have or will soon have the sliding window or the
+        recurrent state at a block's end, as the set bits of a number.
         """
         return self.group.find(key) | self._expected_group.find(key)
 
     def count_stored(self, chains: Sequence[Chain]) -> int:
-        """Return how many tokens of a prompt the store is known to have KV of."""
+        """Return how many leading tokens of a prompt the store is known to have the KV of."""
         if not len(self.stored):
             return 0
         hits = np.zeros(1, np.int64)
@@ -415,8 +425,8 @@ class Conductor:
         return Decision(route, tpot_s=tpot_s, decode=fleet.name_of(decode))
 
     def _count_readers(self, place: Place) -> IntColumn:
-        """Return, for each row, how many usable decode instances can read that instance's
-        blocks.
+        """Return, for each row of the fleet, how many decode instances can read the blocks of its
+        instance, without those that must be avoided.
         """
         fleet = self.fleet
         count = fleet.num_readers
@@ -430,7 +440,9 @@ class Conductor:
     def _place_alone(
         self, place: Place, question: Question, usable: Mask, hits: IntColumn
     ) -> Decision:
-        """Choose one instance of any role to serve the whole request, because no pair is usable."""
+        """Choose one instance of any role to serve the whole request, because no pair of a prefill
+        and a decode instance is usable.
+        """
         parts = self._predict(question, hits)
         resumed = self._find_resumed(place, usable)
         if resumed is not None:
@@ -446,7 +458,8 @@ class Conductor:
         return Decision(NoRoute() if is_any else None)
 
     def _find_resumed(self, place: Place, usable: Mask) -> int | None:
-        """Return the row of the instance that last computed the prompt, if it is usable.
+        """Return the row of the instance that last computed the prompt of a request that goes on
+        elsewhere; None if that instance is not usable.
 
         Its cache may still have the blocks.
         """
@@ -493,8 +506,8 @@ class Conductor:
         )
 
     def _forecast(self, question: Question, decision: Decision) -> Forecast:
-        """Return the predicted times of a request, and of the requests that decode on its decode
-        instance.
+        """Return the predicted times of a request, and of the requests that already decode on the
+        instance chosen to decode it.
         """
         chosen, tpot_s = decision.chosen, decision.tpot_s
         assert chosen is not None

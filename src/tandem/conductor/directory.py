@@ -26,7 +26,9 @@ first."""
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The keys of a prompt's full blocks under one KV identity."""
+    """The keys of a prompt's full blocks in order, as instances with one KV identity compute
+    them.
+    """
 
     keys: Sequence[int]
     block_size: int
@@ -34,7 +36,9 @@ class Chain:
 
 
 class PrefixDirectory:
-    """A bounded map from block keys to the rows of the instances that have the block."""
+    """A bounded map from block keys to the rows (in the fleet) of the instances that have the
+    block.
+    """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._holders: OrderedDict[int, int] = OrderedDict()
@@ -63,24 +67,25 @@ class PrefixDirectory:
                 holders.pop(key, None)
 
     def note_cleared(self, row: int) -> None:
-        """Record that the instance of a row has no blocks. O(keys)."""
+        """Record that the instance of a row has no blocks any more. O(all keys)."""
         bit = 1 << row
         held = [key for key, rows in self._holders.items() if rows & bit]
         self.note_removed(row, held)
 
     def match(self, chain: Chain, hits: IntColumn) -> None:
-        """Raise each row's entry of ``hits`` to the number of the chain's tokens whose KV it
-        has.
+        """Raise each row's entry of ``hits`` to the number of leading tokens of the chain whose KV
+        its instance has.
         """
         match_chain(chain, self.find, hits)
 
     def find(self, key: int) -> int:
-        """Return the rows that have a block, as bits of a number."""
+        """Return the rows of the instances that have a block, as the set bits of a number."""
         return self._holders.get(key, 0)
 
 
 class ExpectedBlocks:
-    """A bounded map from block keys to the rows that were last sent a prompt with that block.
+    """A bounded map from block keys to the rows of the instances that were last sent a prompt with
+    that block, and so will soon have it.
 
     It consists of two dictionaries; when the younger is full, the older is dropped. So recording a
     long prompt costs one update of a dictionary.
@@ -92,7 +97,9 @@ class ExpectedBlocks:
         self._old: dict[int, int] = {}
 
     def note(self, rows: int, keys: Sequence[int]) -> None:
-        """Record that the rows given as bits will have these blocks."""
+        """Record that the instances of these rows (the set bits of ``rows``) will soon have these
+        blocks.
+        """
         young = self._young
         for key in keys:
             young[key] = rows
@@ -108,24 +115,27 @@ class ExpectedBlocks:
                         generation[key] &= ~(1 << row)
 
     def note_cleared(self, row: int) -> None:
-        """Record that the instance of a row has no blocks. O(keys)."""
+        """Record that the instance of a row has no blocks any more. O(all keys)."""
         for generation in (self._young, self._old):
             self.note_removed(row, [key for key, rows in generation.items() if rows >> row & 1])
 
     def match(self, chain: Chain, hits: IntColumn) -> None:
-        """Raise each row's entry of ``hits`` to the number of the chain's tokens whose KV it should
-        have.
+        """Raise each row's entry of ``hits`` to the number of leading tokens of the chain whose KV
+        its instance should soon have.
         """
         match_chain(chain, self.find, hits)
 
     def find(self, key: int) -> int:
-        """Return the rows that were last sent a prompt with this block, as bits of a number."""
+        """Return the rows of the instances that were last sent a prompt with this block, as the set
+        bits of a number.
+        """
         rows = self._young.get(key)
         return self._old.get(key, 0) if rows is None else rows
 
 
 def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> None:
-    """Raise each row's entry of ``hits`` to the number of a chain's tokens whose KV it has.
+    """Raise each row's entry of ``hits`` to the number of leading tokens of a chain whose KV its
+    instance has.
 
     Args:
         chain: block keys of a prompt.
@@ -135,8 +145,9 @@ def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> No
     keys = chain.keys
     if not keys:
         return
-    # Each entry is a range of the chain and the rows that have its first block. A row that has a
-    # block has all before it, so a binary search finds how far each row's prefix reaches.
+    # Each entry is a range of the chain's blocks, and the rows (instances) that have the first of
+    # them. A row that has a block has all before it, so a binary search finds how far each row's
+    # prefix reaches.
     todo = [(0, len(keys), find(keys[0]))]
     while todo:
         begin, end, rows = todo.pop()
@@ -156,7 +167,8 @@ def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> No
 def cut_to_group(
     chain: Chain, find: Callable[[int], int], depth: int, hits: IntColumn, is_cut: Mask
 ) -> None:
-    """Lower entries of ``hits`` to prefixes at whose end the window or state is cached too.
+    """Lower entries of ``hits`` to prefixes at whose end the sliding window or the recurrent state
+    is cached too.
 
     That is the longest prefix whose last ``depth`` blocks (or all blocks, if it has fewer) are
     found. O(blocks of the chain).
@@ -188,7 +200,7 @@ def cut_to_group(
 
 
 def _mark_bits(rows: int, num_rows: int) -> npt.NDArray[np.bool_]:
-    """Convert a number whose bits stand for rows to a mask of ``num_rows`` booleans."""
+    """Convert a number whose set bits stand for rows to a mask of ``num_rows`` booleans."""
     rows &= (1 << num_rows) - 1
     packed = np.frombuffer(rows.to_bytes((num_rows + 7) // 8, "little"), np.uint8)
     return np.unpackbits(packed, count=num_rows, bitorder="little").view(np.bool_)

@@ -51,7 +51,8 @@ SOLVE_EVERY = 8
 
 
 class StepEstimator:
-    """The estimated costs of one instance's steps.
+    """The estimated costs of one instance's steps, by feature (the step itself, a prefilled token,
+    a decode, ...), learned from measured steps.
 
     Args:
         prior: costs assumed at first, in seconds by feature.
@@ -113,7 +114,9 @@ class StepEstimator:
         return is_due
 
     def _solve(self) -> None:
-        """Solve for non-negative costs: leave out features with a negative cost, one by one."""
+        """Solve for the cost of each feature of a step (such as a prefilled token), none of them
+        negative: leave out the feature with the most negative cost, one by one.
+        """
         kept = np.ones(NUM_FEATURES, np.bool_)
         found = np.zeros(NUM_FEATURES)
         while kept.any():

@@ -32,7 +32,9 @@ DEFAULT_TOKENS_PER_S = 50_000.0
 
 
 class InstanceFacts(NamedTuple):
-    """Facts of one run of an instance that policies use, fixed while the run lives."""
+    """Facts that policies use of an instance during one run of its process; they are fixed
+    meanwhile.
+    """
 
     num_blocks: int
     block_size: int
@@ -63,7 +65,7 @@ class Load(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Sums over the steps that an instance has computed."""
+    """The work of an instance since it joined: sums over the steps that it has computed."""
 
     prefill_s: float = 0.0
     """Seconds of the steps that computed prompts."""
@@ -74,7 +76,8 @@ class Work(NamedTuple):
 
 
 class Fleet:
-    """All instances as columns. Row ``i`` is the instance of ``refs[i]``; free rows do not serve.
+    """The state of all instances as columns. Row ``i`` is the instance of ``refs[i]``; free rows do
+    not serve.
 
     Attributes:
         refs: present run of each instance; None in a free row.
@@ -152,7 +155,7 @@ class Fleet:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows, free ones included."""
+        """Number of rows of the columns, free ones (without an instance) included."""
         return len(self.refs)
 
     @property
@@ -177,7 +180,7 @@ class Fleet:
     # ---------------------------------------------------------------- events
 
     def join(self, name: str, role: InstanceRole) -> int:
-        """Add an instance that does not serve yet; return its row."""
+        """Add an instance that does not serve yet; return the row of the columns that it gets."""
         assert name not in self._rows, f"{name} is known"
         if not self._free:
             self._grow(self.num_rows)
@@ -190,7 +193,9 @@ class Fleet:
         return row
 
     def _guess_costs(self, row: int) -> FloatColumn:
-        """Return the mean costs of the other instances, assumed for a new instance."""
+        """Return the mean step costs of the other instances, assumed for a new one in this row;
+        defaults if there are no others.
+        """
         others = [other for other in self._rows.values() if other != row]
         if not others:
             return np.array(DEFAULT_COSTS)
@@ -206,7 +211,7 @@ class Fleet:
         return row
 
     def serve(self, ref: InstanceRef, facts: InstanceFacts) -> int:
-        """Record that a run of an instance serves; return its row."""
+        """Record that a run (process) of an instance serves; return its row."""
         row = self._rows[ref.name]
         self.refs[row] = ref
         self.facts[:, row] = facts
@@ -228,7 +233,7 @@ class Fleet:
         self._count_readers()
 
     def set_role(self, name: str, role: InstanceRole) -> None:
-        """Set the role of an instance."""
+        """Set the role (prefill, decode or unified) of an instance."""
         self.role[self._rows[name]] = ROLES.index(role)
         self._count_readers()
 
@@ -238,7 +243,7 @@ class Fleet:
         self._count_readers()
 
     def set_sources(self, name: str, sources: Collection[str]) -> None:
-        """Set the instances whose blocks an instance can read."""
+        """Set the prefill instances whose blocks an instance can read."""
         reads = self.reads[self._rows[name]]
         reads[:] = False
         for source in sources:
@@ -252,15 +257,15 @@ class Fleet:
         self.load[:, row] = load
 
     def add_work(self, row: int, step: StepRecord) -> None:
-        """Add a step to the work sums of the instance in a row."""
+        """Add a computed step to the sums in ``work`` of the instance in a row."""
         decode_s = step.seconds * step.num_decodes
         self.work[:, row] += Work(
             step.seconds if step.prefill_tokens else 0.0, decode_s, step.num_decodes
         )
 
     def is_reader(self, row: int) -> bool:
-        """Return True if the instance in a row counts in ``num_readers``: a usable decode
-        instance.
+        """Return True if the instance in a row counts in ``num_readers``, as a serving decode
+        instance that is not draining.
         """
         is_open = self.is_serving[row] and not self.is_draining[row]
         return bool(is_open and self.role[row] == DECODE)
@@ -272,8 +277,8 @@ class Fleet:
     # ---------------------------------------------------------------- questions
 
     def find_usable(self, avoid: Collection[InstanceRef], identity: str | None) -> Mask:
-        """Return a new mask of the rows that may be chosen: serving, not draining, not to be
-        avoided.
+        """Return a new mask of the rows whose instances may be chosen: serving, not draining, not
+        to be avoided.
 
         If ``identity`` is given, only instances with that KV identity are usable.
         """

@@ -52,7 +52,7 @@ _CALLS: dict[str, Any] = {
 
 
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line of a journal."""
+    """The first line of a journal (the record of all calls of a conductor, for a replay)."""
 
     version: Literal[2] = 2
     policy: str
@@ -60,7 +60,7 @@ class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Outcome(NamedTuple):
-    """The recorded answer to one request."""
+    """A decision about a request, in the short form that the journal records."""
 
     kind: str
     """Kind of the decision: pair, late_pair, decode, alone, none, wait or rejected."""
@@ -78,7 +78,9 @@ class _Line(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplayedDecision(NamedTuple):
-    """A journaled decision beside the decision that a replay takes for the same request."""
+    """A decision that a journal has recorded, and the one that a replay takes for the same
+    request.
+    """
 
     request_id: str
     then: Outcome
@@ -86,7 +88,7 @@ class ReplayedDecision(NamedTuple):
 
 
 def describe_outcome(decision: Decision) -> Outcome:
-    """Return a decision in the form that the journal records."""
+    """Return a conductor's decision in the short form that the journal records."""
     chosen = decision.chosen
     ttft_s = None if chosen is None else chosen.ttft_s
     if decision.rejection is not None:
@@ -107,7 +109,7 @@ def describe_outcome(decision: Decision) -> Outcome:
 
 
 class JournalingConductor(Conductor):
-    """A conductor that records its calls in a journal.
+    """A conductor that records its calls in a journal, from which they can be replayed.
 
     Args:
         policy: name of the policy, which is written to the journal.
@@ -160,7 +162,9 @@ class JournalingConductor(Conductor):
         super().set_role(name, role)
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
-        """Record the call in the journal and set if the instance is draining."""
+        """Record the call in the journal and set whether the instance is draining (gets no new
+        requests).
+        """
         self._put("set_draining", name, is_draining)
         super().set_draining(name, is_draining=is_draining)
 

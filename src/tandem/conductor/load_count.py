@@ -42,14 +42,14 @@ class _Sent(NamedTuple):
 
 
 class LoadListener(Protocol):
-    """A listener to the reports of one run of an instance."""
+    """A listener to the reports of an instance during one run of its process."""
 
     def note_load(self) -> None:
-        """Note that the load has changed."""
+        """Note that the instance's load has changed."""
         ...
 
     def note_steps(self, steps: Sequence[StepRecord]) -> None:
-        """Note that steps have been computed."""
+        """Note that the instance has computed these steps."""
         ...
 
     def note_blocks(self, blocks: BlockChanges) -> None:
@@ -58,7 +58,9 @@ class LoadListener(Protocol):
 
 
 class LoadCount:
-    """The load of one run of an instance: its last report and the requests sent since."""
+    """The load of an instance during one run of its process: its last report and the requests sent
+    since.
+    """
 
     def __init__(self) -> None:
         self.listener: LoadListener | None = None
@@ -70,11 +72,13 @@ class LoadCount:
 
     @property
     def num_unanswered(self) -> int:
-        """Number of sent requests that the latest report does not contain."""
+        """Number of sent requests that the instance's latest report does not count yet."""
         return len(self._sent)
 
     def note_sent(self, request: AddRequest) -> AddRequest:
-        """Count a request that is about to be sent; return it with its number filled in."""
+        """Count a request that is about to be sent; return it with its ``number`` filled in, by
+        which reports say how far requests have arrived.
+        """
         self._num_numbered += 1
         num_tokens = prompt_len = len(request.prompt_ids)
         if request.continuation is not None:
@@ -94,14 +98,14 @@ class LoadCount:
         return msgspec.structs.replace(request, number=self._num_numbered)
 
     def note_over(self, number: int) -> None:
-        """Stop counting a request that was refused or has ended, also if a later report does not
-        include it.
+        """Stop counting the sent request with this number, which was refused or has ended, also if
+        a later report does not include it.
         """
         if self._sent.pop(number, None) is not None:
             self._tell()
 
     def take(self, load: InstanceLoad) -> None:
-        """Replace the reported load, unless the report is older than the present one."""
+        """Replace the reported load by a newer report; an older one is ignored."""
         if load.version <= self._told.version:
             return
         self._told = load
@@ -113,7 +117,7 @@ class LoadCount:
         self._tell()
 
     def take_steps(self, steps: Sequence[StepRecord]) -> None:
-        """Pass the steps in a report to the listener."""
+        """Pass the computed steps in a report to the listener."""
         if steps and self.listener is not None:
             self.listener.note_steps(steps)
 

@@ -21,7 +21,9 @@ ERROR_MEMORY = 0.95
 
 
 class Margin:
-    """The margin on one kind of predicted time."""
+    """The safety margin on one kind of predicted time (to first token, or between tokens), which
+    follows the errors of predictions.
+    """
 
     def __init__(self) -> None:
         self.error = 0.0
@@ -30,7 +32,9 @@ class Margin:
         self._noted_s = 0.0
 
     def get_factor(self, now_s: float) -> float:
-        """Return the factor by which to multiply predicted times, from 1 to ``MAX_MARGIN``."""
+        """Return the factor by which to multiply predicted times, from 1 to ``MAX_MARGIN``; it
+        decays to 1 while no time is measured.
+        """
         return math.exp(self._log_factor * 0.5 ** ((now_s - self._noted_s) / HALF_LIFE_S))
 
     def note(

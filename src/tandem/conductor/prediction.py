@@ -31,7 +31,7 @@ class TtftParts:
     prefix_len: IntColumn
 
     def select(self, rows: IntColumn) -> "TtftParts":
-        """Return the parts of the selected rows."""
+        """Return the parts of the predicted times for these rows of the fleet only."""
         return TtftParts(
             self.transfer_s[rows],
             self.queue_s[rows],
@@ -48,7 +48,8 @@ def predict_ttft(
     shared_len: int = 0,
     threshold: float = math.inf,
 ) -> TtftParts:
-    """Predict the time to first token on every row of the fleet, whether it serves or not.
+    """Predict the time to first token for the instance of every row of the fleet, whether it serves
+    or not.
 
     Args:
         fleet: state of the instances; not modified.

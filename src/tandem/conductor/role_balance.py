@@ -44,7 +44,7 @@ SLO_MEMORY = 0.98
 
 @dataclass(frozen=True, slots=True)
 class RoleChange:
-    """A change of an instance's role."""
+    """A change of an instance's role (prefill, decode) that is due, with the reason."""
 
     instance: str
     role: InstanceRole
@@ -53,7 +53,9 @@ class RoleChange:
 
 
 class RoleBalance:
-    """The balance between prefill and decode instances; unified instances are left alone."""
+    """The rule that moves instances between prefill and decode as the load on each asks for;
+    unified instances are left alone.
+    """
 
     def __init__(self) -> None:
         self.ttft_s, self.tpot_s = DEFAULT_TTFT_S, DEFAULT_TPOT_S
@@ -72,7 +74,7 @@ class RoleBalance:
         self._changed_s = -math.inf
 
     def note_request(self, slo: Slo) -> None:
-        """Update the mean objectives with those of an accepted request."""
+        """Update the mean latency objectives with those of an accepted request."""
         if slo.ttft_s is not None:
             share = SLO_MEMORY if self._has_ttft else 0.0
             self.ttft_s += (slo.ttft_s - self.ttft_s) * (1 - share)
@@ -83,7 +85,8 @@ class RoleBalance:
             self._has_tpot = True
 
     def look(self, fleet: Fleet, now_s: float) -> RoleChange | None:
-        """Update the pressures with the present loads; return the role change that is due, or None.
+        """Update the pressures (load of prefill and of decode instances) by the present loads;
+        return the role change that is due, or None.
 
         Call it every ``ROLE_LOOK_S``. The caller makes the change, or fails to; either way the next
         change can be due after ``PAUSE_S``.
@@ -142,7 +145,9 @@ class RoleBalance:
         done: FloatColumn,
         elapsed_s: float,
     ) -> None:
-        """Update the mean pressures with the measurements since the last call of ``look``."""
+        """Update the mean pressures (load of the prefill and of the decode instances, in parts of
+        the latency objectives) with what was done since the last call of ``look``.
+        """
         share = 1 - math.exp(-elapsed_s / MEMORY_S)
         prefill_s, decode_s, num_decodes = done
         costs, queued = fleet.costs[:, prefills], fleet.queued_tokens[prefills]
@@ -181,6 +186,8 @@ class RoleBalance:
 
 
 def _find_idlest(fleet: Fleet, rows: IntColumn) -> int:
-    """Return the row with the least work to finish before it can change its role."""
+    """Return that of ``rows`` whose instance has the least work to finish before it can change its
+    role.
+    """
     tokens = fleet.queued_tokens[rows] + fleet.decode_tokens[rows]
     return int(rows[np.lexsort((rows, fleet.num_requests[rows], tokens))[0]])

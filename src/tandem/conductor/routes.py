@@ -18,7 +18,7 @@ class InstanceRef:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """An answer: one instance prefills, another decodes.
+    """An answer to a ``Place``: one instance prefills, another decodes.
 
     Attributes:
         prefill: None if the blocks of an ended prefill are held already.
@@ -31,14 +31,14 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """An answer: one instance serves the whole request."""
+    """An answer to a ``Place``: one instance serves the whole request."""
 
     instance: InstanceRef
 
 
 @dataclass(frozen=True, slots=True)
 class NoRoute:
-    """An answer: none of the running instances can be tried any more.
+    """An answer to a ``Place``: none of the running instances can be tried any more.
 
     Attributes:
         is_foreign: True if all of them serve another model than the one whose tokens were sent.

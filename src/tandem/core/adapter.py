@@ -17,7 +17,7 @@ __all__ = ["AdapterInfo", "AdapterSource", "UnloadAdapter", "read_sources"]
 
 
 class AdapterSource(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to load an adapter from a folder."""
+    """A request to load a LoRA adapter from a folder."""
 
     name: str
     """Name that clients use for the adapter."""
@@ -45,13 +45,13 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A command to refuse new requests for an adapter and to free it after the last one."""
+    """A command to refuse new requests for a LoRA adapter, and to free it after the last one."""
 
     digest: str
 
 
 def read_sources(settings: Sequence[str]) -> tuple[AdapterSource, ...]:
-    """Read settings of the form NAME=FOLDER.
+    """Read settings that name LoRA adapters, each of the form NAME=FOLDER.
 
     Raises: ConfigError (another form, or a name twice).
     """

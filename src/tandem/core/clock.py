@@ -23,7 +23,9 @@ class MonotonicClock:
 
 
 class BootClock:
-    """A clock that also counts while the machine sleeps, for leases kept by another machine."""
+    """A clock that also counts while the machine sleeps, for leases (time limits) that another
+    machine measures too.
+    """
 
     def now_s(self) -> float:
         """Return the seconds since the machine was started, sleep included."""

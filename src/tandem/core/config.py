@@ -84,17 +84,17 @@ class ConfigField(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_list(self) -> bool:
-        """True if it takes several values; text is split at commas."""
+        """True if the setting takes several values; its text is split at commas."""
         return "list" in self.type_name.split(" | ")
 
     @property
     def flag(self) -> str:
-        """Name of its command-line flag, such as ``--engine.block-size``."""
+        """Name of the setting's command-line flag, such as ``--engine.block-size``."""
         return "--" + self.path.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """Name of its environment variable, such as ``TANDEM_ENGINE__BLOCK_SIZE``."""
+        """Name of the setting's environment variable, such as ``TANDEM_ENGINE__BLOCK_SIZE``."""
         return ENV_PREFIX + self.path.replace(".", "__").upper()
 
 
@@ -318,7 +318,9 @@ def list_library_caps() -> dict[str, str]:
 
 
 class _Text(str):
-    """A value typed by a user, to be parsed according to the type of its field."""
+    """A value that a user typed or set in the environment, to be parsed by the type of its
+    field.
+    """
 
     __slots__ = ()
 
@@ -452,7 +454,9 @@ def _convert(path: str, value: Any, hint: Any, kind: mi.Type, origin: str) -> An
 
 
 def _describe_choices(kind: mi.Type) -> str:
-    """Return ``: one of a, b`` for a setting with a fixed set of values; else an empty string."""
+    """Return ``: one of a, b`` to append to the description of a setting with a fixed set of
+    values; else an empty string.
+    """
     if isinstance(kind, mi.CollectionType):
         kind = _unwrap(kind.item_type)[0]
     if isinstance(kind, mi.LiteralType):

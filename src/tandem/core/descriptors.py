@@ -44,7 +44,9 @@ def is_scarce(descriptor: int) -> bool:
 
 
 def shut(descriptor: int) -> None:
-    """Shut down the connection with this descriptor; the descriptor's owner closes it."""
+    """Shut down the connection of a socket's descriptor, which its owner closes. Does nothing if it
+    is closed already.
+    """
     with contextlib.suppress(OSError):  # The descriptor may be closed already.
         connection = socket.socket(fileno=descriptor)
         try:

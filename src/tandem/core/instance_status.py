@@ -46,7 +46,9 @@ StatUnit = Literal[
 
 
 class StatSpec(NamedTuple):
-    """A declared statistic. It is summed over instances, for each label if it has labels."""
+    """A declared statistic of instances. It is summed over instances, for each label if it has
+    labels.
+    """
 
     field: str
     """Name of the field in ``Statistics``, also used in ``/server_info``."""
@@ -62,7 +64,9 @@ class StatSpec(NamedTuple):
 
 
 class _Declared(NamedTuple):
-    """The part of a ``StatSpec`` that is written at the field's declaration."""
+    """The declaration of a field of ``Statistics``; a ``StatSpec`` without the field's
+    name.
+    """
 
     metric: str
     kind: Literal["counter", "gauge"]

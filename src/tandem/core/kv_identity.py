@@ -68,12 +68,12 @@ class RoundingClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 over all fields, 32 bytes."""
+        """SHA-256 over all fields of the rounding class, 32 bytes."""
         return _hash_fields(b"tandem-rounding-class\0", msgspec.to_builtins(self))
 
 
 class IdentityDifference(msgspec.Struct, frozen=True):
-    """A fact in which two identities differ."""
+    """A fact in which the KV identities of two instances differ, with both values."""
 
     field: str
     """Dotted name: ``dtype``, ``config.rms_norm_eps``, ``formats.model.layers.3.mlp.experts``."""
@@ -158,13 +158,15 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def system_fingerprint(self) -> str:
         """Fingerprint in answers of the API: with equal ones, the same seed gives the same tokens.
 
-        With ``sharing="relaxed"``, this holds only if no block of another rounding class was
-        reused.
+        With ``sharing="relaxed"``, this holds only if no block was reused from an instance of
+        another ``RoundingClass``, which sums in another order.
         """
         return f"fp_{self.digest.hex()[:12]}_{self.rounding.digest.hex()[:6]}"
 
     def root_key(self, salt: str = "") -> bytes:
-        """Return the first key of chains of block keys with this salt; see ``make_root_key``."""
+        """Return the key with which all chains of block keys with this salt begin; see
+        ``make_root_key``.
+        """
         return make_root_key(self.digest, salt)
 
     def compare(self, other: "KvIdentity") -> list[IdentityDifference]:
@@ -186,7 +188,8 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def make_root_key(digest: bytes, salt: str) -> bytes:
-    """Return the first key of chains of block keys.
+    """Return the key with which chains of block keys (each the digest of the key before it and a
+    block's tokens) begin.
 
     Args:
         digest: ``KvIdentity.digest``.
@@ -204,7 +207,9 @@ def _hash_fields(domain: bytes, fields: dict[str, Any]) -> bytes:
 
 
 def _flatten(identity: KvIdentity) -> dict[str, Any]:
-    """Return every fact by its dotted name; each entry of a mapping is a fact."""
+    """Return every fact of an identity by its dotted name; each entry of a mapping is a fact of its
+    own.
+    """
     facts: dict[str, Any] = {}
     for name, value in msgspec.to_builtins(identity).items():
         if isinstance(value, dict):

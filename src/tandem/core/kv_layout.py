@@ -33,7 +33,7 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 
 
 class LayerSlice(NamedTuple):
-    """The place of one layer of one block in a pool of blocks."""
+    """The place of one layer of one block in a pool (the memory of all blocks)."""
 
     offset: int
     """Offset from the start of the pool, bytes."""
@@ -58,17 +58,21 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Shape of a layer's array of chunks, each of which is ``[block_size, row_size]``."""
+        """Shape of the array of a layer's chunks (a head's keys or values, or the latents), each of
+        which is ``[block_size, row_size]``.
+        """
         raise NotImplementedError
 
     @property
     def row_size(self) -> int:
-        """Number of elements of one token in one chunk."""
+        """Number of elements of one token in one chunk (a head's keys or values, or the
+        latents).
+        """
         raise NotImplementedError
 
     @property
     def chunks_per_layer(self) -> int:
-        """Number of chunks of one layer of a block."""
+        """Number of chunks (a head's keys or values, or the latents) of one layer of a block."""
         return prod(self.chunk_shape)
 
     @property
@@ -78,12 +82,14 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element, without its share of a scale."""
+        """Bytes of one stored element of keys and values; scales of quantized KV are not
+        included.
+        """
         return KV_CODE_BYTES[self.dtype] if self.is_coded else DTYPE_BYTES[self.dtype]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one block in elements or, for quantized KV, in bytes as [layers, n]."""
+        """Shape of one block: in elements or, for quantized KV, [num_layers, bytes of a layer]."""
         if self.is_coded:
             return (self.num_layers, self.bytes_per_layer)
         return (self.num_layers, *self.layer_shape)
@@ -106,7 +112,7 @@ class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block, all layers."""
+        """Bytes of one block in all layers."""
         return self.bytes_per_layer * self.num_layers
 
     @property
@@ -198,7 +204,9 @@ class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="m
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of one block; if it has index keys, one dimension of its elements or bytes."""
+        """Shape of one block. With index keys (of sparse attention) it is one dimension: the
+        block's elements or, for quantized KV, its bytes.
+        """
         if self.index_layers:
             return (self.bytes_per_block // (1 if self.is_coded else self.item_bytes),)
         return super().shape
@@ -221,12 +229,12 @@ class MlaLayout(BlockLayout, frozen=True, kw_only=True, tag_field="kind", tag="m
 
     @property
     def chunk_shape(self) -> tuple[int, ...]:
-        """Empty, because a layer has a single chunk."""
+        """Empty, because the latents of a layer are a single chunk."""
         return ()
 
     @property
     def row_size(self) -> int:
-        """Number of elements of the latent and of the rotated part of the key."""
+        """Number of elements of a token's row: the latent, and the rotated part of the key."""
         return self.kv_lora_rank + self.rope_dim
 
     @property
@@ -257,7 +265,8 @@ class WindowLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def split_layout(
     whole: KVLayout, layers: Sequence[int], window: int, sizes: tuple[int, int] | None = None
 ) -> tuple[KVLayout, WindowLayout | None]:
-    """Return the layout of the layers that attend to all tokens, and that of the window layers.
+    """Return the layout of the layers that attend to all tokens, and that of the sliding-window
+    layers, None if there are none.
 
     Args:
         whole: layout of all layers with KV.

@@ -120,7 +120,7 @@ class _RepeatFilter(logging.Filter):
         self._seen: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if a record is to be written."""
+        """Return True if a log record is to be written, and is not a repetition of a recent one."""
         if record.levelno < logging.WARNING:
             return True
         key = (record.name, str(record.msg)[:_KEY_CHARS])

@@ -156,12 +156,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def num_kv_layers(self) -> int:
-        """Number of layers that keep KV."""
+        """Number of layers that keep KV (and not only a recurrent state)."""
         without = self.num_state_layers + self.num_plain_layers + self.num_shared_kv_layers
         return self.num_layers - without
 
     def split_windows(self, layout: KVLayout) -> tuple[KVLayout, WindowLayout | None]:
-        """Return the layout of the layers that attend to all tokens, and that of the window layers.
+        """Return the layout of the layers that attend to all tokens, and that of the sliding-window
+        layers, None if there are none.
 
         Args:
             layout: layout of blocks of all layers with KV.

@@ -27,7 +27,7 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 
 class StateSlice(NamedTuple):
-    """Offsets in bytes of a layer's parts in a state."""
+    """The places of the parts of one layer in a recurrent state: offsets in bytes."""
 
     recurrent: int
     """Offset of the recurrent matrices."""
@@ -80,7 +80,7 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of a layer's part, padded to whole cache lines."""
+        """Bytes of one layer's part of a state, padded to whole cache lines."""
         return _align(self.recurrent_bytes) + _align(self.carried_bytes)
 
     @property
@@ -89,8 +89,8 @@ class StateLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.bytes_per_layer * self.num_layers
 
     def layer_slice(self, state_idx: int) -> StateSlice:
-        """Return the offsets of a layer's parts; ``state_idx`` is its index among layers with a
-        state.
+        """Return where a layer's parts lie in a state; ``state_idx`` is the layer's index among
+        those that have a state.
         """
         assert 0 <= state_idx < self.num_layers, (state_idx, self.num_layers)
         first = state_idx * self.bytes_per_layer

@@ -78,7 +78,7 @@ class PrefixMiss(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def describe_miss(miss: PrefixMiss) -> str:
-    """Return the reason of a miss in words."""
+    """Return in words why the reuse of a prompt's KV ended where it did."""
     return _WORDS[miss.reason].format(position=miss.position, detail=miss.detail or "?")
 
 

@@ -117,8 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """True if every prompt token must be computed for the output, so that no cached prefix is
-        reused.
+        """True if every prompt token must be computed, for example for its log-probability, so that
+        no cached prefix is reused.
         """
         return self.prompt_logprobs is not None or self.pooling is Pooling.MEAN
 
@@ -133,7 +133,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """The reference to blocks that a prefill instance keeps for a decode instance."""
+    """The reference to blocks that a prefill instance keeps for a decode instance to read."""
 
     request_id: str
     """Id of the request at the prefill instance, by which the blocks are released."""
@@ -147,16 +147,18 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NoKv(msgspec.Struct, frozen=True, tag="none"):
-    """No source: KV that the instance's own blocks lack is computed."""
+    """The KV source "none": blocks that the instance lacks are computed."""
 
 
 class TierKv(msgspec.Struct, frozen=True, tag="tiers"):
-    """The instance's lower tiers as a source of KV."""
+    """The KV source "lower tiers": blocks that the instance lacks are loaded from the store, if
+    they are there.
+    """
 
 
 class PrefillKv(msgspec.Struct, frozen=True, kw_only=True, tag="prefill"):
-    """An instance that prefills the same prompt as the source of KV; blocks that do not arrive are
-    computed.
+    """The KV source "prefill instance", which computes the same prompt; blocks that do not arrive
+    are computed here.
     """
 
     instance: str
@@ -239,7 +241,8 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContinueRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuation of a request with ``awaits_continuation``.
+    """The tokens of the prefill instance, for a request with ``awaits_continuation``, which waits
+    for them to go on.
 
     The reply is False if the request is not live or has already begun to compute.
     """
@@ -249,8 +252,8 @@ class ContinueRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReleaseHold(msgspec.Struct, frozen=True, kw_only=True, tag="release_hold"):
-    """Event: the held blocks of a prefill have been read. Unknown ids are ignored, as after the
-    lease.
+    """Event: the blocks that an instance holds for an ended prefill have been read. Unknown ids are
+    ignored, as after the end of the hold's lease.
     """
 
     request_id: str
@@ -308,7 +311,9 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return cls(len(entries), num_top, msgspec.msgpack.encode(entries))
 
     def unpack(self) -> list[TokenLogprob | None]:
-        """Decode the log-probabilities. O(tokens)."""
+        """Decode the log-probabilities, one entry a token; None for the first, which nothing
+        predicts. O(tokens).
+        """
         return _logprobs_decoder.decode(self.data)
 
 
@@ -345,7 +350,9 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InstanceLoad(msgspec.Struct, frozen=True, array_like=True):
-    """The load of an instance at one time, by which instances are compared."""
+    """The load of an instance at one time (queued tokens, running decodes, blocks), by which
+    instances are compared.
+    """
 
     version: int = 0
     """Version of the report; later reports have greater ones. 0: no report yet."""
@@ -420,7 +427,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step_outputs"):
 
 
 class InstanceStage(StrEnum):
-    """The stage of an instance; ``/ready`` shows it."""
+    """The stage of an instance (starting, loading, ready, ...), which ``/ready`` shows."""
 
     STARTING = "starting"
     LOADING = "loading"

@@ -87,7 +87,8 @@ class AdapterTable:
         )
 
     def unload(self, digest: str) -> None:
-        """Refuse further requests for an adapter, and free it when the last one has ended.
+        """Refuse further requests for the adapter with this digest, and free it when the last one
+        has ended.
 
         Raises: NotFoundError.
         """

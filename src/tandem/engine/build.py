@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class BuiltEngine(NamedTuple):
-    """An engine with its runner and model."""
+    """A loaded model with the engine and the runner that serve it."""
 
     engine: Engine
     info: InstanceInfo
@@ -81,14 +81,18 @@ class BuiltEngine(NamedTuple):
     """Counts of the experts that tokens chose; None if the model's layers do not report them."""
 
     def read_expert_hits(self) -> Statistics:
-        """Return how many of the chosen experts the expert cache held, and how many it did not."""
+        """Return how many of the chosen experts were in the cache of experts in memory, and how
+        many were not and had to be read.
+        """
         if isinstance(self.model, OwnModel):
             return Statistics()
         hits, misses = self.model.count_expert_hits()
         return Statistics(num_expert_hits=hits, num_expert_misses=misses)
 
     def read_latents(self) -> Statistics:
-        """Return how latents in a file were used; zeros if all are in memory."""
+        """Return how the latents (compressed KV of sparse attention) in a file were used; zeros if
+        all are in memory.
+        """
         latents = self.cache.latents
         if latents is None:
             return Statistics()
@@ -273,7 +277,9 @@ def build_engine(
 
 
 def _enable_lanes(model: CausalModel, lanes: LanePlan | None) -> None:
-    """Split the computation of the routed experts in host memory between the device and the CPU."""
+    """Split the computation of the routed experts in host memory between the device and the CPU, as
+    planned. Without a plan (None), the model's default division is used.
+    """
     device = model.context.device
     if lanes is None or not all(experts.native.is_in_one_piece for experts in model.hosted):
         model.enable_hybrid(device)

@@ -113,14 +113,16 @@ class _Live:
 
 
 class _HoldFacts(TypedDict, total=False):
-    """Fields of ``RequestOutput`` that only the last output of a prefill-only request carries."""
+    """Fields of ``RequestOutput`` that only the last output of a prefill-only request carries, for
+    the decode instance.
+    """
 
     kv_handle: KvHandle
     continuation: Continuation
 
 
 class _PromptFacts(TypedDict, total=False):
-    """Fields of ``RequestOutput`` that only the first and the last output carry."""
+    """Fields of ``RequestOutput`` about the prompt, in a request's first and last output only."""
 
     prompt_len: int
     cached_len: int
@@ -143,7 +145,7 @@ class MissingBlocks(NamedTuple):
 
 
 class PrefillView(NamedTuple):
-    """The progress of a prefill-only request: its blocks that other instances may read."""
+    """The progress of a prefill-only request: which of its blocks other instances may read."""
 
     request: Request
     is_held: bool
@@ -159,7 +161,9 @@ class PrefillView(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class EngineStep:
-    """A planned step; see ``Engine.plan_step``."""
+    """A step that is planned and perhaps started, with its outputs so far; see
+    ``Engine.plan_step``.
+    """
 
     plan: StepPlan
     outputs: list[RequestOutput]
@@ -171,7 +175,7 @@ class EngineStep:
 
 
 class StepObserver(Protocol):
-    """Observer of the durations of steps."""
+    """A receiver of the durations of steps, by which later durations are estimated."""
 
     def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
         """Record the duration of a step. Called under the engine's lock, so it must return at
@@ -258,7 +262,9 @@ class Engine:
         self._transfers = transfers
 
     def attach_listener(self, listener: PrefillListener) -> None:
-        """Set the object that is told of prefills' progress, before the first step. Not owned."""
+        """Set the object that is told of the progress of prefills, before the first step. Not
+        owned.
+        """
         self._listener = listener
 
     def add_adapter(self, digest: str, identity: bytes) -> None:
@@ -284,8 +290,8 @@ class Engine:
             return is_known
 
     def forget_adapter(self, digest: str) -> bool:
-        """Forget a removed adapter; return False if it was not removed or has requests. Any
-        thread.
+        """Forget an adapter that ``remove_adapter`` has removed; return False if it was not removed
+        or still has requests. Any thread.
         """
         with self._lock:
             if digest not in self._leaving or self._adapters[digest]:
@@ -409,7 +415,8 @@ class Engine:
             self._work.notify()
 
     def continue_request(self, message: ContinueRequest) -> bool:
-        """Append the tokens of another instance to a request; see ``ContinueRequest``.
+        """Append the tokens of another instance to a request that waits for them; return False if
+        it is not live or waits no more. See ``ContinueRequest``.
 
         Raises: ConfigError (a token outside the vocabulary, or no room for another one).
         """
@@ -452,7 +459,7 @@ class Engine:
             return self._scheduler.flush_cache()
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Record blocks whose load ended with valid content. Any thread."""
+        """Record blocks of a request whose load ended with verified content. Any thread."""
         with self._lock:
             self._scheduler.load_done(request, block_ids)
             self._timelines.note_loaded(request, block_ids, self._clock.now_s())
@@ -484,17 +491,21 @@ class Engine:
         return steps
 
     def get_stats(self) -> Statistics:
-        """Return the scheduler's statistics."""
+        """Return the scheduler's gauges and counters for the metrics. Any thread."""
         with self._lock:
             return self._scheduler.get_stats()
 
     def measure_load(self) -> InstanceLoad:
-        """Return the tokens and blocks that the live requests need. Any thread."""
+        """Return the load of the live requests: the tokens and blocks that they still need. Any
+        thread.
+        """
         with self._lock:
             return self._scheduler.measure_load()
 
     def list_timelines(self, request_ids: Sequence[str]) -> list[InstanceTimeline]:
-        """Return the timelines of live and ended requests; unknown ids are left out."""
+        """Return the timelines (records of what happened when) of live and ended requests; unknown
+        ids are left out.
+        """
         with self._lock:
             now_s = self._clock.now_s()
             found = [self._timelines.get(request_id, now_s) for request_id in request_ids]
@@ -506,7 +517,7 @@ class Engine:
 
     @property
     def has_requests(self) -> bool:
-        """True if any request has not ended."""
+        """True if any accepted request has not ended."""
         return bool(self._live)
 
     def wait_for_work(self, timeout_s: float) -> bool:
@@ -541,7 +552,9 @@ class Engine:
         return self._finish(step, self._runner.begin(message, self.watch_layers(step)))
 
     def _step_ahead(self) -> list[RequestOutput]:
-        """Plan the next step while one runs; record the running step and begin the next."""
+        """Plan the next step while one runs; then wait for the running one, record it and begin the
+        next.
+        """
         running, self._running = self._running, None
         step = self.plan_step()
         outputs = step.outputs
@@ -663,8 +676,8 @@ class Engine:
             sequences = [describe_sequence(sequence) for sequence in step.plan.sequences]
             for planned in step.plan.sequences:
                 if planned.request.sampling.pooling is not None:
-                    # The runner keeps a running sum for a pooled sequence, and drops it with the
-                    # sequence.
+                    # Mark a sequence whose hidden states are pooled (for an embedding) as started,
+                    # because the runner now keeps a sum for it and must be told when it ends.
                     self._live[planned.request.request_id].is_started = True
             starting = [
                 live
@@ -719,7 +732,8 @@ class Engine:
             outputs = step.outputs + self._record(plan, result, failures, end_s)
             lost, self._lost_blocks = self._lost_blocks, frozenset[int]()
             if lost:
-                # Those that computed with them have ended; no later prompt may find them.
+                # The content of these blocks could not be read. Requests that computed with them
+                # have ended with an error; forget the blocks, so that no later prompt reuses them.
                 self._scheduler.forget_blocks(lost)
         self._tell_listener()
         return outputs
@@ -747,7 +761,8 @@ class Engine:
         self._tell_listener()
 
     def _tell_listener(self) -> None:
-        """Notify the listener of progress, without the lock, because the listener calls
+        """Tell the ``PrefillListener`` of progress, and ``on_adapter_unused`` of adapters that no
+        request uses any more. The engine's lock is not held, because the listener calls
         ``find_prefill``.
         """
         if self._unused:
@@ -921,7 +936,9 @@ def _list_logprobs(tokens: Sequence[SampledToken]) -> list[TokenLogprob] | None:
 
 
 def _describe_hold(live: _Live) -> _HoldFacts:
-    """Return the fields of a prefill's last output from which a decode instance can continue."""
+    """Return the fields of a prefill's last output with which a decode instance can read its blocks
+    and continue; empty if the request was no prefill-only one.
+    """
     request = live.request
     if request.finish_reason is not FinishReason.PREFILLED:
         return {}

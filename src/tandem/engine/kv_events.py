@@ -58,7 +58,8 @@ FLUSH_S = 0.01
 
 
 class KvEventPublisher:
-    """The publisher of a prefix index's events; an ``IndexObserver``. Close it after the engine.
+    """The publisher of changes of a prefix index, as vLLM's KV events; an ``IndexObserver``. Close
+    it after the engine.
 
     Args:
         config: settings, with an endpoint.
@@ -108,8 +109,8 @@ class KvEventPublisher:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the PUB socket and, if there is one, of the replay socket, with actual
-        ports.
+        """Addresses of the ZeroMQ PUB socket and, if there is one, of the replay socket, with
+        actual ports.
         """
         return list(self._bound)
 
@@ -122,7 +123,7 @@ class KvEventPublisher:
     # These methods are called by the prefix index, on the engine's thread.
 
     def note_stored(self, node: PrefixNode) -> None:
-        """Publish that a block is cached."""
+        """Publish that a full block can be found in the prefix index."""
         self._add_stored(node, **self._name_group(KV_GROUP, self._kv_kind))
 
     def _add_stored(self, node: PrefixNode, **group: Any) -> None:
@@ -145,16 +146,16 @@ class KvEventPublisher:
         )
 
     def note_removed(self, key: bytes) -> None:
-        """Publish that a block is no longer cached."""
+        """Publish that the block with this key can no longer be found in the prefix index."""
         group = self._name_group(KV_GROUP, self._kv_kind)
         self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM, **group)
 
     def note_cleared(self) -> None:
-        """Publish that all blocks were dropped."""
+        """Publish that the prefix index was emptied."""
         self._add("AllBlocksCleared")
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Publish that a state is cached."""
+        """Publish that a snapshot (a saved recurrent state) is cached."""
         if self._config.encoding != "map":
             return
         tokens = _unpack_tokens(snapshot.tail)
@@ -171,7 +172,7 @@ class KvEventPublisher:
         )
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """Publish that a state is no longer cached."""
+        """Publish that a snapshot (a saved recurrent state) is no longer cached."""
         if self._config.encoding == "map":
             group = self._name_group(STATE_GROUP, STATE_KIND)
             hashes = [self._hash(snapshot.key)]
@@ -190,8 +191,8 @@ class KvEventPublisher:
             self._add("BlockRemoved", block_hashes=[self._hash(key)], medium=MEDIUM, **group)
 
     def _name_group(self, number: int, kind: str) -> dict[str, Any]:
-        """Return the event fields that name a group; empty if the model has only one kind of
-        block.
+        """Return the fields by which vLLM's events name a group (one kind of block: full, window or
+        state); empty if the model has only full blocks or the encoding has no fields.
         """
         has_groups = self._kv_kind and self._config.encoding == "map"
         return {"group_idx": number, "kv_cache_spec_kind": kind} if has_groups else {}
@@ -304,8 +305,8 @@ class KvEventPublisher:
         self._sequence += 1
 
     def _replay(self, socket: "zmq.Socket[bytes]") -> None:
-        """Answer one replay request: send every remembered message from a number on, then the
-        end.
+        """Answer one subscriber's replay request: send again every remembered message from the
+        number that it asks for, then the end mark.
         """
         client, *rest = socket.recv_multipart(zmq.NOBLOCK)
         if not rest or len(rest[-1]) != 8:

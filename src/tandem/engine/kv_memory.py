@@ -34,7 +34,9 @@ MIB = 1 << 20
 
 
 class KvMemory(Reservation, Protocol):
-    """A range of address space in host memory, whose first part is reserved."""
+    """A range of address space in host memory for KV blocks, of which only the first part has
+    physical memory (is reserved).
+    """
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:

@@ -31,7 +31,7 @@ KNOWN_MACHINE = "xeon6430-4090"
 
 
 class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The division of the routed experts' work between host and device."""
+    """The division of the routed experts' work between the CPU (host) and the GPU (device)."""
 
     max_uploads: int
     """Largest number of experts per layer that a decode step uploads."""
@@ -53,13 +53,13 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Assumed seconds to upload an expert, until it is measured."""
 
     def make_split(self) -> LaneSplit | None:
-        """Return an object that divides a step's experts between device and host; None: all on the
-        host.
+        """Return an object that divides a step's experts between device and host; None if all are
+        computed on the host.
         """
         return LaneSplit(self.host_s, self.upload_s) if self.max_uploads else None
 
     def tell(self) -> list[tuple[str, str, str]]:
-        """Return rows (item, value, reason) for the printed plan."""
+        """Return rows (item, value, reason) about this division, for the printed plan."""
         uploads = f"up to {self.max_uploads} a layer" if self.max_uploads else "none"
         streamed = f"from {self.stream_tokens} tokens on" if self.stream_tokens else "never"
         kept = "none"
@@ -73,7 +73,8 @@ class LanePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def count_slot_bytes(config: ModelConfig, model: ModelPlan, device: Device) -> int:
-    """Return the bytes of device memory for experts that stay there and for uploads that do not.
+    """Return the bytes of device memory for the routed experts that stay there, and for uploads of
+    others that are used once.
 
     Args:
         config: settings, with the number of experts.

@@ -39,7 +39,9 @@ GIB = 1 << 30
 
 
 class WindowPlan(NamedTuple):
-    """The number and size of the window blocks that will be allocated."""
+    """The number and size of the window blocks (KV of the sliding-window layers alone) that will be
+    allocated.
+    """
 
     num_blocks: int
     block_bytes: int
@@ -47,7 +49,7 @@ class WindowPlan(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all window blocks."""
+        """Bytes of all window blocks together."""
         return self.num_blocks * self.block_bytes
 
 
@@ -65,12 +67,14 @@ class KvPlan(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all blocks except those of ``windows``."""
+        """Bytes of all blocks, without the window blocks of the sliding-window layers."""
         return self.num_blocks * self.block_bytes
 
 
 class StatePlan(NamedTuple):
-    """The number and size of the state slots that will be allocated."""
+    """The number and size of the state slots (each for one recurrent state) that will be
+    allocated.
+    """
 
     num_slots: int
     state_bytes: int
@@ -78,12 +82,14 @@ class StatePlan(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slots."""
+        """Bytes of all state slots together."""
         return self.num_slots * self.state_bytes
 
 
 class LatentPlan(NamedTuple):
-    """The file of latents, and the memory for some of them."""
+    """The file of latents (the compressed KV of sparse attention), and the memory for some of
+    them.
+    """
 
     folder: str
     memory_bytes: int
@@ -100,7 +106,7 @@ class LatentPlan(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Latents for which there is memory."""
+        """Number of latents (one for a token in a layer) for which there is memory."""
         return self.memory_bytes // self.row_bytes
 
 
@@ -307,7 +313,9 @@ def _count_affordable(
 
 
 def _count_windows(config: EngineConfig, windows: WindowLayout) -> tuple[int, float]:
-    """Return the number of window blocks for running requests, and the number per other block."""
+    """Return the number of window blocks for running requests and, for cached prefixes, the number
+    for each full block.
+    """
     size = config.block_size
     seen = count_window_blocks(windows.window, size)
     # Count one step's tokens twice: the next step is planned, with its own blocks, while one runs.

@@ -20,8 +20,8 @@ MIB = 1 << 20
 
 
 class OwnMemory(NamedTuple):
-    """The memory for cache objects: blocks count running requests' tokens, state slots hold the
-    objects.
+    """The memory for cache objects (transformers' KV caches, for a model without operators of
+    ours): blocks count running requests' tokens, state slots hold the objects.
     """
 
     layout: GqaLayout
@@ -34,7 +34,8 @@ class OwnMemory(NamedTuple):
 def plan_own_memory(
     model: ModelPlan, config: EngineConfig, *, available_bytes: int, total_bytes: int
 ) -> OwnMemory:
-    """Choose how many tokens the cache objects of all running requests may have together.
+    """Choose how many tokens the cache objects (transformers' KV caches) of all running requests
+    may have together.
 
     The copies kept for cached prefixes may have as many again.
 
@@ -77,8 +78,8 @@ def plan_own_memory(
 
 
 def make_own_policy(own: OwnModules, config: EngineConfig) -> StatePolicy:
-    """Return the policy that keeps copies of cache objects: at multiples of the piece length of a
-    prompt, with a limit on their tokens together.
+    """Return the policy that keeps copies of cache objects (transformers' KV caches): at multiples
+    of the piece length of a prompt, with a limit on their tokens together.
 
     Args:
         own: part of the model's plan about its own modules.
@@ -93,8 +94,8 @@ def make_own_policy(own: OwnModules, config: EngineConfig) -> StatePolicy:
 
 
 def list_own_rows(own: OwnModules, kv: KvPlan, config: EngineConfig) -> list[tuple[str, str, str]]:
-    """Return rows (item, value, reason) of the printed plan that differ from a model with
-    operators.
+    """Return rows (item, value, reason) of the printed plan that differ from those of a model with
+    operators of ours.
 
     Args:
         own: part of the model's plan about its own modules.

@@ -76,7 +76,9 @@ PROMPT_TOKENS = 4096
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted speeds for one user on this machine, from the cost model and its calibration."""
+    """Predicted speeds for one user on this machine, from the cost model and the machine's measured
+    speeds (calibration).
+    """
 
     prompt_tokens: int
     prefill_rate: float
@@ -122,18 +124,18 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def operator_threads(self) -> dict[str, int]:
-        """Number of threads for each kind of computation."""
+        """Number of threads for each kind of computation, by its name."""
         names = ["attention", "matrices", *(["routed experts"] if self.model.spec.is_moe else [])]
         return {**dict.fromkeys(names, self.config.threads), "torch": self.torch_threads}
 
     def rejected_rows(self) -> list[tuple[str, str, str]]:
-        """Return rows (item, value, reason against it) of rejected choices, for the printed
-        plan.
+        """Return rows (item, value, reason against it) of settings that were considered and
+        rejected, for the printed plan.
         """
         return [(choice.what, choice.value, choice.reason) for choice in self.rejected]
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return rows (item, value, reason) of the printed plan."""
+        """Return rows (item, value, reason) of the chosen settings, for the printed plan."""
         model, spec, kv = self.model, self.model.spec, self.kv
         begin = [
             ("model", model.folder, spec.architecture),
@@ -432,7 +434,7 @@ def _count_free_disk(folder: str) -> int:
 def _split_windows(
     spec: ModelSpec, layout: KVLayout, context: int
 ) -> tuple[KVLayout, WindowLayout | None]:
-    """Return the layouts of full blocks and of window blocks.
+    """Return the layouts of full blocks and of window blocks (KV of the sliding-window layers).
 
     The latter is None if sliding-window layers are to use the full blocks.
     """
@@ -488,7 +490,9 @@ def count_users(planned: EnginePlan, rate: float) -> int:
 def _plan_tier(
     model: ModelPlan, model_config: ModelConfig, engine_config: EngineConfig, available_bytes: int
 ) -> ModelPlan:
-    """Return the model's plan with routed experts on disk, cached in the memory that KV leaves."""
+    """Return the model's plan with its routed experts on disk, where the memory that KV leaves
+    caches some of them.
+    """
     left = available_bytes - (model.weight_bytes - model.expert_bytes)
     left -= engine_config.latents_in_memory_bytes
     layout = make_kv_layout(model.spec, engine_config.block_size, engine_config.kv_dtype)
@@ -513,7 +517,9 @@ def _plan_tier(
 
 
 def _tell_tier(model: ModelPlan) -> list[tuple[str, str, str]]:
-    """Return rows (item, value, reason) about experts on disk, for the printed plan."""
+    """Return rows (item, value, reason) about routed experts that lie on disk, for the printed
+    plan.
+    """
     tier = model.tier
     if tier is None:
         return []
@@ -664,7 +670,9 @@ def _reject_steps(chosen: int, forecast: Forecast | None) -> list[Choice]:
 
 
 def _reject_formats(model: ModelPlan, shape: ModelShape, forecast: Forecast | None) -> list[Choice]:
-    """Return the coarser weight formats that were rejected, with the speed each would bring."""
+    """Return rows of the coarser weight formats that were not chosen, with the speed that each
+    would bring.
+    """
     is_moe = shape.expert_weights > 0
     held = place_served(model, chunk_tokens=1)
     current = held.expert_bytes if is_moe else held.dense_bytes

@@ -42,7 +42,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Record:
-    """The record of a live request."""
+    """The timeline of a live request, as far as it is known."""
 
     request: Request
     lookup: StoreLookup | None
@@ -75,14 +75,16 @@ class TimelineLog:
         return len(self._live) + len(self._ended)
 
     def open(self, request: Request, lookup: StoreLookup | None) -> None:
-        """Begin the record of an accepted request; ``lookup`` is its lookup in the store, if there
-        was one.
+        """Begin the timeline of an accepted request; ``lookup`` tells what the store had of its
+        prompt, if it was asked.
         """
         waited_s = 0.0 if lookup is None else lookup.seconds
         self._live[request.request_id] = _Record(request, lookup, request.arrival_s - waited_s)
 
     def note_plan(self, plan: StepPlan, now_s: float) -> None:
-        """Record the loads that a plan starts or drops, and the requests that it preempts."""
+        """Record, in the requests' timelines, the loads that a plan starts or drops, and the
+        preemptions.
+        """
         for request in plan.preempted:
             record = self._live[request.request_id]
             if len(record.preempted_s) < MAX_EVENTS:
@@ -107,17 +109,19 @@ class TimelineLog:
                 record.decode_s += seconds
 
     def note_loaded(self, request: Request, block_ids: Sequence[int], now_s: float) -> None:
-        """Record blocks that arrived."""
+        """Record, in a request's timeline, KV blocks whose load has ended with success."""
         self._end_load(request, block_ids, now_s, None)
 
     def note_load_failed(
         self, request: Request, block_ids: Sequence[int], reason: str, now_s: float
     ) -> None:
-        """Record blocks that failed to load."""
+        """Record, in a request's timeline, KV blocks that could not be loaded, and why."""
         self._end_load(request, block_ids, now_s, reason)
 
     def close(self, request: Request, now_s: float) -> None:
-        """End the record of a request."""
+        """End the timeline of a request that has ended; it is remembered until newer ones displace
+        it.
+        """
         record = self._live.pop(request.request_id)
         self._ended[request.request_id] = self._describe(record, now_s)
         self._ended.move_to_end(request.request_id)
@@ -145,8 +149,8 @@ class TimelineLog:
     def _end_load(
         self, request: Request, block_ids: Sequence[int], now_s: float, reason: str | None
     ) -> None:
-        """Record that transfers into blocks have ended; ``reason`` is None if the blocks
-        arrived.
+        """Record that nothing writes into these blocks any more; ``reason`` tells why their load
+        failed, None if they arrived.
         """
         record = self._live.get(request.request_id)
         if record is None or record.request is not request:
@@ -198,7 +202,8 @@ class TimelineLog:
         )
 
     def _choose_miss(self, record: _Record) -> PrefixMiss | None:
-        """Return why a request's cached prefix ended, considering lower tiers too.
+        """Return why a request's cached prefix ended, considering lower tiers too; None if all of
+        it was reused, or before admission.
 
         The index's reason stands, unless the store may have had the next block: then the reason is
         that its load failed, came too late, was not tried, or that the store did not answer.
@@ -223,7 +228,7 @@ class TimelineLog:
 
 
 def _name_drop(request: Request, load: KvLoadRecord) -> str:
-    """Return the reason why a load was dropped, as named in timelines."""
+    """Return the name that timelines give to the reason for which a load was given up."""
     if load.failures.keys() - {"too_late"}:
         return "after_gap"
     return "too_late" if request.state is RequestState.RUNNING else "given_up"

@@ -19,8 +19,8 @@ __all__ = ["BlockTransfers", "LoadSink", "TransfersBySource"]
 
 
 class BlockTransfers(Protocol):
-    """The transfer of blocks between the device and lower tiers or other instances, beside the
-    steps.
+    """The mover of blocks between the device and lower tiers or other instances, at the same time
+    as steps run.
     """
 
     @property
@@ -58,7 +58,9 @@ class LoadSink(Protocol):
         ...
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
-        """Return True if a block still has the content with which it was reported."""
+        """Return True if a block still has the content with which the scheduler's plan listed it
+        for copying.
+        """
         ...
 
 
@@ -76,11 +78,11 @@ class TransfersBySource:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of ``KvSource`` that any part loads from."""
+        """The kinds of ``KvSource`` that any of the parts loads from."""
         return self._sources
 
     def begin(self, plan: StepPlan) -> None:
-        """Pass a plan to the parts, each with the loads from its source."""
+        """Pass a step's plan to every part, each with the loads from its own sources only."""
         for part in self._parts:
             loads = [load for load in plan.loads if type(load.source) in part.sources]
             dropped = [load for load in plan.dropped if type(load.source) in part.sources]

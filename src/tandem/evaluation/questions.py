@@ -16,7 +16,9 @@ __all__ = ["Questions", "read_questions"]
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """The valid rows of a data file, tokenized."""
+    """The valid rows of a data file, tokenized: prompts to answer, and reference answers to
+    score.
+    """
 
     tokenizer: Any
     """The tokenizer, from transformers."""
@@ -34,7 +36,7 @@ class Questions:
     num_bad_rows: int
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of an answer."""
+        """Return the text of an answer's tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
 
 

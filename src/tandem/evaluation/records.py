@@ -66,7 +66,7 @@ class EvaluatedModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvalReport:
-    """Scores over the valid rows of a data file."""
+    """The result of an evaluation: scores over the valid rows of a data file."""
 
     metrics: dict[str, dict[str, float]]
     """Scores by weight format, in the order of measurement. ``accuracy``, ``agreement``,
@@ -80,7 +80,7 @@ class EvalReport:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Settings and questions that all weight formats share."""
+    """Settings and questions of an evaluation that all weight formats share."""
 
     questions: Questions
     max_tokens: int
@@ -88,7 +88,9 @@ class _Task:
     on_answer: Callable[[], None]
 
     def answer(self, model: EvaluatedModel) -> tuple[list[str], dict[str, float]]:
-        """Return the greedy answers, and figures of their similarity to the references."""
+        """Return the model's greedy answers to the questions, and figures of their similarity to
+        the references.
+        """
         asked, references = self.questions, self.questions.references
         ids = model.generate(asked.prompts, self.max_tokens, asked.end_ids, self.on_answer)
         answers = [asked.decode(answer) for answer in ids]

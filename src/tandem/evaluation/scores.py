@@ -18,7 +18,9 @@ __all__ = ["KeptLogprobs", "Scores"]
 
 @dataclass(slots=True)
 class Scores:
-    """Sums over tokens, from which scores are computed."""
+    """Sums over the tokens of reference answers, from which scores (accuracy, perplexity, ...) are
+    computed.
+    """
 
     num_tokens: int = 0
     loss: float = 0.0
@@ -94,14 +96,14 @@ class KeptLogprobs:
             raise CapacityError("evaluation.keep", what) from error
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the temporary file."""
         self._file.close()
 
     def rewind(self) -> None:
-        """Go back to the first row."""
+        """Go back to the first row, to read the log-probabilities once more."""
         self._file.seek(0)
 
     def take(self, num_rows: int, vocab_size: int) -> Tensor:
-        """Return the next rows, float32 [N, V]."""
+        """Return the next ``num_rows`` rows that were appended, float32 [N, V]."""
         content = bytearray(self._file.read(4 * num_rows * vocab_size))
         return torch.frombuffer(content, dtype=torch.float32).view(num_rows, vocab_size)

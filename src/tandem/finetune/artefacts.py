@@ -58,7 +58,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def smooth_losses(losses: list[float], weight: float = 0.9) -> list[float]:
-    """Return the exponential moving average of a curve, starting with its first value."""
+    """Return the exponential moving average of a loss curve, starting with its first value."""
     smoothed: list[float] = []
     for loss in losses:
         last = smoothed[-1] if smoothed else loss

@@ -24,7 +24,7 @@ def split_tokens(text: str) -> list[str]:
 
 
 class _Tokenizer:
-    """The tokenizer that rouge-score calls."""
+    """The tokenizer object that the package rouge-score calls; it splits as ``split_tokens``."""
 
     def tokenize(self, text: str) -> list[str]:
         return split_tokens(text)

@@ -105,8 +105,8 @@ class TunedModel:
         return answers
 
     def compute_logprobs(self, example: Example) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield a row's labelled tokens and the log-probabilities at their positions, as one piece;
-        see ``EvaluatedModel``.
+        """Yield the tokens of a row that have a label (those to predict) and the log-probabilities
+        at their positions, as one piece; see ``EvaluatedModel``.
         """
         batch = collate([example], 0)
         labels = batch.pop("labels")[0, 1:]

@@ -107,8 +107,8 @@ def _read_values(path: Path, overrides: list[str]) -> Values:
 
 
 def _take(values: Values, *wanted: str) -> list[str | None]:
-    """Return the values of keys. Raises UnsupportedError for other keys that would change the
-    result.
+    """Return the values of keys of a ``llamafactory-cli`` line. Raises UnsupportedError if it has
+    other keys that would change the result.
     """
     for key, value in values.items():
         if key not in wanted and key not in IGNORED and value not in (None, False):
@@ -159,7 +159,9 @@ def _make_flags(options: dict[str, str | None]) -> list[str]:
 
 
 def main() -> None:
-    """Print the ``tandem`` command for this line, and replace this process by it."""
+    """Print the ``tandem`` command that does the same as the given ``llamafactory-cli`` line, and
+    replace this process by it.
+    """
     try:
         words = translate(sys.argv[1:])
     except TandemError as error:

@@ -91,7 +91,9 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return processor is not None and self.load > DISTURBED * processor.cores
 
     def describe(self) -> str:
-        """Return a phrase for people that says how the rates were measured."""
+        """Return a phrase for users that says in how many rounds the rates were measured, and under
+        which load.
+        """
         text = f"as this machine was measured in {self.rounds} rounds"
         if not self.is_disturbed:
             return text
@@ -159,7 +161,9 @@ def read_calibration(root: Path | None = None, *, is_new: bool = False) -> Calib
 
 
 class _Bank:
-    """Packed experts of one format, and the measurements on them."""
+    """Packed experts of one weight format, filled with constant bytes, and the measurements on
+    them.
+    """
 
     def __init__(self, name: str, pool: ThreadPool, *, hidden: int, inner: int, num: int) -> None:
         fields = find_format(name).fields
@@ -183,7 +187,9 @@ class _Bank:
         self._num_calls = 0
 
     def time_reading(self) -> float:
-        """Return the speed of reading the bank, in bytes per second."""
+        """Return the bytes per second at which the threads read all packed experts, without
+        computing.
+        """
         seconds = _time(lambda: self._bank.read_weights(self._pool, self._num))
         return self.size_bytes / seconds
 
@@ -205,7 +211,7 @@ class _Bank:
         return 2 * PREFILL_TOKENS * TOP_K * self._weights / seconds
 
     def time_forward(self, ids: NDArray[np.int64]) -> float:
-        """Return the seconds that one forward call takes."""
+        """Return the seconds that one forward call with these expert ids takes."""
         x = self._random.standard_normal((len(ids), self._hidden)).astype(np.float32)
         weights = np.full(ids.shape, 1 / ids.shape[1], np.float32)
         out = np.empty((len(ids), self._hidden), np.float32)
@@ -237,12 +243,14 @@ class Calibrator:
         self.rounds = 0
 
     def forget(self) -> None:
-        """Discard all measurements."""
+        """Discard all measurements so far; the next ``measure`` is the first round."""
         self._samples.clear()
         self.rounds = 0
 
     def measure(self) -> None:
-        """Measure everything once, as one round."""
+        """Measure each rate of each bank (packed experts of one weight format) once, as one
+        round.
+        """
         self.rounds += 1
         few = np.arange(TOP_K, dtype=np.int64)[None]
         self._samples.setdefault(("tiny", "call"), []).append(self._tiny.time_forward(few))
@@ -256,7 +264,9 @@ class Calibrator:
                 self._samples.setdefault((name, what), []).append(measure())
 
     def sum_up(self) -> Calibration:
-        """Return the medians of all rounds; at least one must have been measured."""
+        """Return the medians of all rounds. The caller ensures that at least one has been
+        measured.
+        """
         assert self.rounds, "nothing was measured"
         cpu = cpu_features()
         read = max(self._middle(name, "read") for name in self._banks)
@@ -305,12 +315,16 @@ class Calibrator:
         return statistics.median(self._samples[name, what])
 
     def _share(self, what: str, of: str) -> float:
-        """Return the median over rounds and formats of the ratio of two measurements."""
+        """Return the median ratio of two measurements, such as a rate that kernels reach and its
+        peak, over rounds and formats.
+        """
         pairs = [(self._samples[n, what], self._samples[PEAKS[n], of]) for n in self._banks]
         return _divide(*(chain.from_iterable(side) for side in zip(*pairs, strict=True)))
 
     def _find_shares(self, name: str) -> FormatShares:
-        """Return a format's shares of the peaks: medians of the ratios in each round."""
+        """Return which shares of the machine's peak bandwidth and arithmetic the kernels of a
+        weight format reach: medians over the rounds.
+        """
         reads = zip(*(self._samples[each, "read"] for each in self._banks), strict=True)
         peaks = self._samples[PEAKS[name], "peak"]
         return FormatShares(
@@ -320,7 +334,7 @@ class Calibrator:
 
 
 def _divide(reached: Iterable[float], peaks: Iterable[float]) -> float:
-    """Return the median quotient, at most 1."""
+    """Return the median of reached / peak over the pairs of measurements, at most 1."""
     return min(1.0, statistics.median(a / b for a, b in zip(reached, peaks, strict=True)))
 
 

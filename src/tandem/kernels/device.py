@@ -28,7 +28,7 @@ class Stream(Protocol):
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in the work of a stream, for which others can wait."""
 
     def record(self, stream: Stream) -> None:
         """Place the event after all work that ``stream`` has now, replacing an earlier place."""
@@ -48,11 +48,13 @@ class Graph(Protocol):
 
 
 class Reservation(Protocol):
-    """A range of addresses, of which a beginning part has physical memory."""
+    """A range of addresses, of whose bytes only the first have physical memory until more are
+    reserved.
+    """
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes from the start that have physical memory."""
+        """Bytes from the start of the range that have physical memory so far."""
         ...
 
     def reserve(self, end_bytes: int) -> None:
@@ -72,7 +74,7 @@ class DeviceMemory(Reservation, Protocol):
 
 
 class Device(Protocol):
-    """The operations that every kind of device offers."""
+    """The operations on memory, streams and graphs that every kind of device offers."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -131,7 +133,9 @@ class Device(Protocol):
         ...
 
     def follow(self, stream: Stream) -> None:
-        """Let later work of ``stream`` begin only after operators called outside of streams."""
+        """Let later work of ``stream`` begin only after the operators that were called so far
+        outside of streams.
+        """
         ...
 
     def wait(self, event: Event) -> None:

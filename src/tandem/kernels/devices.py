@@ -113,7 +113,7 @@ class DeviceContext:
         window_layers: tuple[int, ...] = (),
         latents: LatentTier | None = None,
     ) -> PagedKvCache:
-        """Return a pool of KV blocks on the device; arguments as for ``PagedKvCache``."""
+        """Return a pool of KV blocks in the device's memory; arguments as for ``PagedKvCache``."""
         return PagedKvCache(
             layout,
             num_blocks,

@@ -85,7 +85,7 @@ class GatedDeltaRule:
 
     @property
     def num_channels(self) -> int:
-        """Channels of the convolution, C."""
+        """Number of channels of the short convolution before the recurrence, C."""
         return self.conv_WC.shape[1]
 
     @property
@@ -95,7 +95,9 @@ class GatedDeltaRule:
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Shape of a sequence's state: [V, panels, k, columns of a panel]."""
+        """Shape of a sequence's state: [V, panels, k, columns of a panel]; a panel is a block of
+        value columns that the kernels keep together.
+        """
         panels = -(-self.value_dim // STATE_PANEL)
         return (self.num_v_heads, panels, self.key_dim, STATE_PANEL)
 
@@ -125,16 +127,18 @@ class GatedDeltaRule:
 
 
 class StateRule(Protocol):
-    """The shapes of a recurrent mixer's state, by which its slots are allocated."""
+    """The state of a recurrent mixer: the shapes by which slots are allocated."""
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of a sequence's state matrices."""
+        """Shape of one sequence's recurrent state in a layer."""
         ...
 
     @property
     def carried_shape(self) -> tuple[int, ...]:
-        """Shape of the last inputs of the mixer's convolution."""
+        """Shape of the last inputs of a sequence that the mixer's convolution needs for the next
+        tokens.
+        """
         ...
 
 
@@ -155,7 +159,7 @@ class StateSlots:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> "StateSlots":
-        """Allocate slots of zeros."""
+        """Return slots of zeros, each with room for the state of one sequence by a rule's sizes."""
         states = torch.zeros(num_slots, *rule.state_shape, device=device)
         carried = torch.zeros(num_slots, *rule.carried_shape, dtype=dtype, device=device)
         return cls(Buffer(states), Buffer(carried))

@@ -20,10 +20,14 @@ MAX_GUESSES = 4
 
 
 class Routes(Protocol):
-    """A layer's router; ``kernels.operators.moe.Router`` implements it."""
+    """A layer's router, by which its experts are guessed; ``kernels.operators.moe.Router``
+    implements it.
+    """
 
     def route(self, x_TD: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (logits [T, E], weights [T, K], expert ids [T, K])."""
+        """Choose experts for hidden states; return (logits [T, E], weights [T, K], expert ids [T,
+        K]).
+        """
         ...
 
 
@@ -43,7 +47,8 @@ class ExpertGuess:
     def propose(
         self, before_TD: Tensor, list_missing: Callable[[list[int]], list[int]]
     ) -> list[int]:
-        """Return the experts to move ahead, likeliest first; none unless guesses were often right.
+        """Return the experts to move ahead of use into faster memory, likeliest first; none unless
+        guesses were often right.
 
         Args:
             before_TD: the input of the layer before.
@@ -56,7 +61,9 @@ class ExpertGuess:
         return self._guessed if self._gate.is_open else []
 
     def compare(self, chosen: Sequence[int]) -> None:
-        """Count how many of the step's guesses were right, whether or not they were moved."""
+        """Count how many of the experts guessed for this step were chosen, whether or not they were
+        moved ahead.
+        """
         if self._guessed:
             self._gate.note(self._guessed, chosen)
             self._guessed = []

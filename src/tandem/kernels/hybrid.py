@@ -46,12 +46,16 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def find_size(num_tokens: int) -> int:
-    """Return the token count of the graph that a batch of ``num_tokens`` launches."""
+    """Return the token count of the captured graph that runs a batch of ``num_tokens``: the next
+    larger one; the batch is padded to it.
+    """
     return next((size for size in BATCH_SIZES if size >= num_tokens), num_tokens)
 
 
 class LayeredStep(Protocol):
-    """A step that can be interrupted in each layer, for the experts to be computed elsewhere."""
+    """A step that can be interrupted in each layer after the router, so that the host computes the
+    experts meanwhile.
+    """
 
     def begin_(self) -> None:
         """Compute what all layers derive from the batch, such as angles, inside a captured step."""
@@ -66,25 +70,29 @@ class LayeredStep(Protocol):
         ...
 
     def leave_sum_(self, out_TD: Buffer) -> None:
-        """Let the next norm add the experts' sum to the residual."""
+        """Leave the experts' weighted sum to be added to the residual stream, by the next norm."""
         ...
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Add the last layer's pending sum to the residual stream."""
+        """Add the sum that the last layer left to the residual stream; call it after the last
+        layer.
+        """
         ...
 
 
 class HostExperts(Protocol):
-    """A layer's routed experts on the host."""
+    """A layer's routed experts that the host computes, beside a device that computes the rest."""
 
     def run(self, x_TD: Buffer, ids_TK: Buffer, w_TK: Buffer, out_TD: Buffer, /) -> None:
-        """Write the experts' weighted sum to a float32 buffer."""
+        """Write the experts' weighted sum for all tokens to a float32 buffer [T, D]."""
         ...
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Memory of the graphs for one batch size, and the step that is running."""
+    """The captured graphs for one number of tokens, their fixed memory, and the step that is
+    running.
+    """
 
     size: int
     on_device: Places
@@ -224,7 +232,9 @@ class HybridDecoder:
             lane.end_step()
 
     def discard(self, is_stale: Callable[[tuple[int, ...]], bool]) -> None:
-        """Free the graphs of the keys for which ``is_stale`` is true: their memory has moved."""
+        """Free the captured graphs whose keys (see ``run``) are stale by ``is_stale``, as the
+        memory that they use has moved.
+        """
         stale = [named for named in self._batches if is_stale(named[1])]
         for named in stale:
             self._batches.pop(named).graphs.clear()
@@ -275,7 +285,9 @@ class HybridDecoder:
         device.run(stream, partial(self._complete, batch), "end")
 
     def _queue_lane(self, batch: _Batch, layer_idx: int, count: int) -> None:
-        """Queue the upload of a layer's experts and the device's computation with them."""
+        """Queue the upload of ``count`` of a layer's experts to the device, and its computation
+        with them.
+        """
         device, stream, lane = self._device, self._stream, self._lane
         assert lane is not None, "no lane"
         assert batch.pairs is not None, "no lane"
@@ -370,8 +382,8 @@ class HybridDecoder:
     # which the thread that runs the device's callbacks has not entered.
     @torch.inference_mode()
     def _submit(self, batch: _Batch, layer_idx: int, count: int) -> None:
-        """Submit the layer's experts to the host's thread; return at once, or after staging
-        uploads.
+        """Give the layer's experts to the host's thread to compute; return at once, or after
+        experts to upload were written to staging memory.
         """
         lane = self._lane
         if batch.failure is not None:
@@ -428,8 +440,8 @@ class HybridDecoder:
 
     @torch.inference_mode()
     def _wait(self, batch: _Batch, layer_idx: int, count: int) -> None:
-        """Wait for the layer's immediate experts, and for those that the previous layer
-        deferred.
+        """Wait until the host has computed the layer's experts, and those that the previous layer
+        deferred to this one.
         """
         if batch.failure is not None:
             return
@@ -453,7 +465,8 @@ class HybridDecoder:
         self._fill_up(batch, there, shares=shares)
 
     def _fill_up(self, batch: _Batch, there: Staging, *, shares: bool) -> None:
-        """Copy the first row's expert outputs to the padding rows of a graph.
+        """Copy the first token's expert outputs to the rows that pad the batch to the size of its
+        captured graph.
 
         Padding rows repeat the first token and write its KV again, which must be the same.
         """
@@ -468,12 +481,16 @@ class HybridDecoder:
             host_BKD[num_live:num_rows] = host_BKD[:1]
 
     def _shares(self, layer_idx: int, count: int) -> bool:
-        """Return True if the device computes some of a layer's experts."""
+        """Return True if the device computes some of a layer's experts: uploaded ones, or those in
+        its slots.
+        """
         lane = self._lane
         return count > 0 or (lane is not None and lane.find_slots(layer_idx) is not None)
 
     def _is_carried(self, layer_idx: int) -> bool:
-        """Return True if the previous layer deferred experts."""
+        """Return True if the previous layer deferred experts, so that this layer must add their
+        outputs.
+        """
         return layer_idx > 0 and self._defers(layer_idx - 1)
 
     def _defers(self, layer_idx: int) -> bool:

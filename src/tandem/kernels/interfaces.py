@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """Options of a layer's attention: window, soft cap, sinks, chunk."""
+    """Options of attention in one layer: window, soft cap, sinks, chunk."""
 
     window: int = 0
     """Tokens that a token attends to, itself included; 0: all."""
@@ -97,7 +97,9 @@ class HeadMatrix(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoraPart:
-    """LoRA factors of an adapter for some outputs of a matrix, or for one head's."""
+    """LoRA factors of an adapter for a range of a matrix's outputs, or for the matrix of one
+    head.
+    """
 
     a_RK: Tensor  # noqa: N815 - a shape suffix
     """First factor A, contiguous, in the model's dtype."""
@@ -112,7 +114,9 @@ class AdaptableMatrix(Matrix, Protocol):
     """A matrix to which LoRA adapters can be added."""
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
-        """Add factors of an adapter that no running step uses yet."""
+        """Add LoRA factors of the adapter in a slot. The caller ensures that no running step uses
+        the slot.
+        """
         ...
 
 
@@ -120,42 +124,48 @@ class AdaptableHeads(HeadMatrix, Protocol):
     """Matrices of heads to which LoRA adapters can be added."""
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
-        """Add factors of an adapter that no running step uses yet."""
+        """Add LoRA factors of the adapter in a slot. The caller ensures that no running step uses
+        the slot.
+        """
         ...
 
 
 class AdaptedPart(Protocol):
-    """A linear module of the checkpoint, located within an operator."""
+    """A linear module of the checkpoint that can take LoRA adapters, located within an operator's
+    matrices.
+    """
 
     @property
     def in_features(self) -> int:
-        """Inputs K of the checkpoint's module."""
+        """Number of inputs K of the checkpoint's linear module."""
         ...
 
     @property
     def out_features(self) -> int:
-        """Outputs N of the checkpoint's module."""
+        """Number of outputs N of the checkpoint's linear module."""
         ...
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """Set an adapter's factors for the module; the tensors are in the model's dtype."""
+        """Set an adapter's LoRA factors of this module in a slot; the tensors are in the model's
+        dtype.
+        """
         ...
 
 
 class MatrixWrapper(Protocol):
-    """Conversion of operators' matrices into ones that take LoRA adapters."""
+    """Wrapping of an operator's matrices into ones that add LoRA adapters' products."""
 
     def wrap_matrix(self, matrix: Matrix) -> AdaptableMatrix:
-        """Return the matrix wrapped to take adapters."""
+        """Return an operator's matrix wrapped so that LoRA adapters can be added to it."""
         ...
 
     def wrap_heads(self, matrix: HeadMatrix) -> AdaptableHeads:
-        """Return the matrices of heads wrapped to take adapters."""
+        """Return matrices of heads wrapped so that LoRA adapters can be added to them."""
         ...
 
 
 class Angles(Protocol):
-    """A rotary embedding: cosines and sines by position."""
+    """The angles of a rotary embedding, as cosines and sines by position."""
 
     def compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return (cos, sin), each [T, r], in ``dtype``; they depend on the position alone."""
@@ -177,7 +187,9 @@ class Step(Protocol):
         ...
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Add the last layer's pending addend, if any, to the residual stream."""
+        """Add what the last layer left to be added by a next norm, if anything, to the residual
+        stream; call it after the last layer.
+        """
         ...
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
@@ -312,7 +324,7 @@ class WeightReader(Protocol):
     """Implementation of the operators that read their weights from this reader."""
 
     def has(self, name: str) -> bool:
-        """Return True if the checkpoint holds ``name``; does not mark it as used."""
+        """Return True if the checkpoint holds ``name``; this does not mark it as used."""
         ...
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
@@ -332,8 +344,8 @@ class WeightReader(Protocol):
         ...
 
     def find_storage(self, name: str) -> str:
-        """Return a description of the stored codes; empty for plain values. Marks nothing
-        as used.
+        """Return a description of the stored codes; empty for plain values. Does not mark it as
+        used.
         """
         ...
 
@@ -362,5 +374,7 @@ class WeightReader(Protocol):
         ...
 
     def skip(self, prefix: str) -> None:
-        """Mark every tensor whose name starts with ``prefix`` as used, without reading it."""
+        """Mark every tensor whose name starts with ``prefix`` as used, without reading it, so that
+        it does not count as left over after loading.
+        """
         ...

@@ -65,5 +65,5 @@ class Buffer:
 
     @classmethod
     def allocate(cls, *shape: int, dtype: torch.dtype) -> "Buffer":
-        """Return a buffer with unspecified contents."""
+        """Return a buffer (a tensor with a cached native view) with unspecified contents."""
         return cls(torch.empty(shape, dtype=dtype))

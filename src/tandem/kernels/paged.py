@@ -51,7 +51,7 @@ as 8.
 
 
 class SequenceChunk(msgspec.Struct, frozen=True):
-    """The tokens of one sequence that a step computes."""
+    """The tokens of one sequence that a step computes, and where their KV goes."""
 
     token_ids: list[int]
     start: int
@@ -77,7 +77,7 @@ class SequenceChunk(msgspec.Struct, frozen=True):
 
 
 class LayerPlace(NamedTuple):
-    """The place of a layer's KV in a cache."""
+    """The place of a layer's KV in a cache: which group of blocks, and which layer within them."""
 
     group: int
     """0: the cache's own blocks; 1: those of ``PagedKvCache.windows``."""
@@ -86,7 +86,9 @@ class LayerPlace(NamedTuple):
 
 
 class BatchPlaces(NamedTuple):
-    """The places of a batch's tokens in the blocks of one group; fields as in ``PagedBatch``."""
+    """The places of a batch's tokens in the blocks of one group of layers; fields as in
+    ``PagedBatch``.
+    """
 
     slot_blocks: list[int]
     slot_offsets: list[int]
@@ -236,7 +238,8 @@ def _find_places(
     tables: Sequence[tuple[int, Sequence[int] | NDArray[np.int32]]],
     block_size: int,
 ) -> BatchPlaces:
-    """Return the places of tokens in the blocks of one group.
+    """Return the places of tokens in the blocks of one group (layers that keep KV of the same
+    tokens).
 
     Args:
         sequences: the tokens.
@@ -471,8 +474,8 @@ class PagedKvCache:
         return batch if self.is_paired else batch.windows
 
     def scratch_for(self, num_rows: int) -> Tensor:
-        """Return memory for ``num_rows`` rows of ``chunks``; the next call may return the same
-        memory.
+        """Return memory to gather ``num_rows`` rows of ``chunks`` (a head's keys or values of one
+        block) into; the next call may return the same memory.
 
         It is kept and grown, since touching memory fresh from the system costs more than filling
         it.
@@ -606,7 +609,9 @@ def _view_indexed(
 
 
 def _list_index_offsets(layout: MlaLayout, *, has_latents: bool) -> list[int]:
-    """Return the byte in a block at which each layer's index keys begin."""
+    """Return at which byte of a block each layer's index keys begin, by which sparse attention
+    chooses tokens.
+    """
     if not has_latents:
         return [i * layout.index_bytes for i in range(len(layout.index_layers))]
     before = layout.bytes_per_layer

@@ -71,24 +71,28 @@ class StepRouting:
         """True if any token of the step defers experts."""
 
     def restart(self) -> None:
-        """Prepare for the next step in the same memory: the first layer is next, and nothing is
-        deferred.
+        """Prepare for the next step in the same memory: it begins with the first layer, and no
+        expert's output is deferred.
         """
         self.layer_idx = -1
         self._late = None
 
     def set_outputs(self, rows_T: Tensor) -> None:
-        """Set in place which tokens defer experts; rows beyond ``rows_T`` defer too."""
+        """Set in place which tokens are of an answer and so defer experts; rows beyond ``rows_T``
+        defer, too.
+        """
         assert self._output_T is not None, "a step that defers nothing"
         self._output_T.fill_(True)
         self._output_T[: len(rows_T)] = rows_T
 
     def enter_layer(self) -> None:
-        """Advance to the next layer of the model, with or without experts."""
+        """Advance to the next layer of the model; call it before each, with or without experts."""
         self.layer_idx += 1
 
     def find_choices(self) -> Buffer:
-        """Return the buffer for the running layer's choices, [T, K]."""
+        """Return the buffer into which the running layer's router writes its choice of experts, [T,
+        K].
+        """
         return self._by_layer[self._moe.places[self.layer_idx]]
 
     def split(self, ids_TK: Tensor, w_TK: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -119,11 +123,15 @@ class StepRouting:
             self.carry(experts(x_TD, late_TK, w_TK))
 
     def carry(self, late_TD: Tensor | None) -> None:
-        """Keep the sum of a layer's deferred experts for the next layer."""
+        """Keep the outputs' sum of a layer's deferred experts, which the next layer adds; None:
+        nothing was deferred.
+        """
         self._late = late_TD
 
     def take_carried(self) -> Tensor | None:
-        """Return the sum that the previous layer deferred, once; None if there is none."""
+        """Return the sum of the experts that the previous layer deferred, once; None if there is
+        none.
+        """
         late, self._late = self._late, None
         return late
 

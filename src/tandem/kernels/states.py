@@ -75,7 +75,7 @@ class StateCache:
         return Buffer(part.view(dtype).unflatten(1, shape))
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a slot to another.
+        """Copy a slot, the states of a sequence in all layers, to another.
 
         Raises: ShapeError (there is no such slot).
         """

@@ -35,7 +35,7 @@ _REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """A LoRA adapter that is installed in a model."""
+    """A LoRA adapter that is installed in a slot of a model's adapter table."""
 
     digest: str
     """Digest of the adapter's files, as ``AdapterFiles.digest``."""
@@ -47,7 +47,7 @@ class LoadedAdapter:
 
 
 class ModelAdapters:
-    """The adapters of one model.
+    """The LoRA adapters of one model, and the slots that hold their weights.
 
     Args:
         skeleton: the loaded modules, whose operators are made to take adapters here, once.
@@ -80,11 +80,15 @@ class ModelAdapters:
         """Lock of the table and the slots; held while an adapter is loaded."""
 
     def wrap_matrix(self, matrix: Matrix) -> AdaptedMatrix:
-        """Return the matrix wrapped to take adapters."""
+        """Return an operator's matrix wrapped so that it adds LoRA adapters' deltas to its
+        products.
+        """
         return AdaptedMatrix(matrix, self._step)
 
     def wrap_heads(self, matrix: HeadMatrix) -> AdaptedHeads:
-        """Return the matrices of heads wrapped to take adapters."""
+        """Return matrices, one for each attention head, wrapped so that they add LoRA adapters'
+        deltas.
+        """
         return AdaptedHeads(matrix, self._step)
 
     @property
@@ -132,7 +136,9 @@ class ModelAdapters:
             return made
 
     def uninstall(self, digest: str) -> None:
-        """Free an adapter that no step uses any more; an unknown digest is ignored."""
+        """Free the slot of an adapter at once. The caller ensures that no running step uses it; an
+        unknown digest is ignored.
+        """
         with self._lock:
             found = self._loaded.pop(digest, None)
             if found is not None:
@@ -143,14 +149,15 @@ class ModelAdapters:
         self._step.begin(num_rows, {self._loaded[digest].slot: own for digest, own in rows.items()})
 
     def fix_step(self, size: int) -> int:
-        """Compute the begun step's adapters at fixed addresses, for a graph of ``size`` rows.
+        """Put the factors and rows of the begun step's adapters at fixed addresses, which a
+        captured graph of ``size`` rows reads.
 
         Returns: the number of the memory's layout, as ``StepAdapters.fix``.
         """
         return self._step.fix(size)
 
     def end_step(self) -> None:
-        """End the step: rows belong to no adapter any more."""
+        """End the step that ``begin_step`` began: rows belong to no adapter any more."""
         self._step.end()
 
     def _find_shape(self, name: str) -> tuple[int, int]:

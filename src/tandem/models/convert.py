@@ -26,7 +26,7 @@ __all__ = ["ConvertReport", "convert_model"]
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """The result of packing a checkpoint's experts."""
+    """The result of ``convert_model``, which packs a checkpoint's routed experts into a cache."""
 
     folder: str
     """Folder that holds a folder for each weight format."""

@@ -77,7 +77,7 @@ ST_DTYPES = {name: dtype for dtype, name in ST_NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """The files that a conversion wrote."""
+    """The files that a conversion of a checkpoint wrote, and their size."""
 
     folder: str
     weight_format: str
@@ -92,7 +92,9 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A tensor to write; ``make`` returns a weight's tensors by the last parts of their names."""
+    """A tensor to write; its weight, when encoded, gives several tensors, and ``key`` (the last
+    part of the name) says which this is.
+    """
 
     name: str
     dtype: torch.dtype
@@ -225,7 +227,9 @@ def _plan(
 
 
 class _Maker:
-    """Maker of the tensors to write, one weight at a time."""
+    """Maker of the tensors to write; it reads and encodes one weight at a time, of which several
+    tensors may come.
+    """
 
     def __init__(
         self,
@@ -311,7 +315,7 @@ class Draft:
         self._leave()
 
     def publish(self) -> None:
-        """Sync all files to the disk and rename the folder to ``out``."""
+        """Sync all files to the disk and rename the draft folder to its final name ``out``."""
         for path in (*self.folder.iterdir(), self.folder):
             _sync(path)
         self.folder.rename(self._out)
@@ -352,7 +356,9 @@ class Draft:
         return ConfigError("models.export", what, field="out")
 
     def _empty(self) -> None:
-        """Remove everything but the marker, which identifies the folder until the end."""
+        """Remove everything from the draft folder but the marker file, by which a later conversion
+        recognises a draft.
+        """
         for path in self.folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

@@ -139,7 +139,9 @@ def _list_vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Value], str]:
 
 
 class _Maker:
-    """Maker of the bytes of planned tensors."""
+    """Maker of the bytes of the tensors of a GGUF file, one at a time, from a checkpoint's
+    weights.
+    """
 
     def __init__(
         self,
@@ -161,7 +163,9 @@ class _Maker:
         self._done = 0
 
     def make(self, tensor: PlannedTensor) -> Bytes:
-        """Return a tensor's bytes in its type, and report progress."""
+        """Return a tensor's bytes quantized to the type that the plan gives it, and report
+        progress.
+        """
         parts = [self._code(tensor, values) for values in self._read(tensor.name)]
         self._done += tensor.size_bytes
         if self._progress is not None:

@@ -38,7 +38,9 @@ Rate = Annotated[float, Meta(gt=0)]
 
 
 class KnownModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A published model's configuration, without weights."""
+    """A published model that planning knows by name: the fields of its configuration, without
+    weights.
+    """
 
     name: str = ""
     title: str
@@ -105,7 +107,7 @@ class PublishedTraining(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class PublishedRows(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All published rows with enough facts to predict, and those without."""
+    """All published measurements with enough facts to predict them, and those without."""
 
     fitted: tuple[str, ...]
     """Ids of the rows to which efficiencies are fitted, chosen before any fit."""
@@ -243,5 +245,7 @@ def find_model(name: str) -> KnownModel:
 
 @cache
 def read_published() -> PublishedRows:
-    """Return the published measurements from the package's data."""
+    """Return the published measurements of speed and training that are stored in the package's
+    data.
+    """
     return msgspec.convert(_read("published.yaml"), PublishedRows)

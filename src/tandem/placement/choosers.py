@@ -22,7 +22,7 @@ SATURATED = 0.01
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """A choice, or a rejected alternative, with the reason."""
+    """A decision of the planner, or an alternative that it rejected, with the reason."""
 
     what: str
     value: str

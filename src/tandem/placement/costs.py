@@ -39,7 +39,9 @@ class FormatShares(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Shares of the hardware's peaks that are reached."""
+    """Shares of the hardware's peaks (bandwidth, arithmetic, links) that kernels and copies
+    reach.
+    """
 
     cpu_bandwidth: Share
     """Fitted: share of the memory bandwidth that reading a few tokens' experts reaches."""
@@ -76,7 +78,9 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """Device and weight format of each class of operators."""
+    """The devices that compute each class of operators of a model (attention, experts, ...), and in
+    which weight format.
+    """
 
     expert_format: str
     dense_format: str
@@ -114,7 +118,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one layer by resource."""
+    """Predicted seconds of one layer, by the resource that is busy: GPU, CPU, or the link between
+    them.
+    """
 
     gpu: float
     """GPU time of attention, dense matrices and collectives."""
@@ -128,7 +134,7 @@ class Parts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of one layer of a step."""
+    """Predicted seconds of one layer of a step, before it is decided what overlaps."""
 
     parts: Parts
     shared_gpu: float
@@ -137,12 +143,14 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
     """Routed experts of a token; 0: the layer has none."""
 
     def find_late_share(self, deferred: int) -> float:
-        """Return the share of the layer's routed experts that come a layer later."""
+        """Return the share of a token's routed experts that are deferred: their outputs are added a
+        layer later.
+        """
         return min(deferred, self.top_k) / self.top_k if self.top_k else 0.0
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step, and their parts summed over the layers."""
+    """Predicted seconds of a step, and the seconds of each resource, summed over the layers."""
 
     seconds: float
     parts: Parts
@@ -153,7 +161,9 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Machine:
-    """Rates that a machine reaches with given efficiencies."""
+    """The rates in bytes and operations per second that a machine reaches: its peaks times the
+    efficiencies.
+    """
 
     def __init__(self, spec: HardwareSpec, place: Placement, eff: Efficiencies) -> None:
         self._spec, self._place, self._eff = spec, place, eff
@@ -208,7 +218,9 @@ class _Machine:
 
 
 def _seen(layer: ShapeLayer, context: float) -> float:
-    """Return how many tokens of a context attention reads in a layer."""
+    """Return how many tokens of a context a layer's attention reads, as a window or an index may
+    limit them.
+    """
     for limit in (layer.window, layer.top_tokens):
         context = min(context, limit) if limit else context
     return context
@@ -305,7 +317,7 @@ def _layer_time(
     context: float,
     is_prefill: bool,
 ) -> LayerTime:
-    """Return one layer's seconds; arguments as for ``_layer_parts``."""
+    """Return the predicted seconds of one layer; arguments as for ``_layer_parts``."""
 
     def count(layer: ShapeLayer) -> Parts:
         return _layer_parts(

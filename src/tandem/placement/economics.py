@@ -36,8 +36,8 @@ class MachineCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorClass(msgspec.Struct, frozen=True, kw_only=True):
-    """A class of operators in the table of the KTransformers talk: size, and operations per
-    byte.
+    """One class of operators in the cost table of the KTransformers talk: its size, and its
+    operations per byte.
     """
 
     name: str
@@ -49,7 +49,9 @@ class OperatorClass(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replacement(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs that would hold the contents of the machine's DRAM and GPU memory."""
+    """The GPUs of one kind that would hold what the machine's DRAM and GPU memory hold: number and
+    price.
+    """
 
     title: str
     count: int

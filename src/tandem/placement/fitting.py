@@ -24,7 +24,9 @@ ROUNDS = 200
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A published speed and its prediction, in tokens per second."""
+    """A published speed of a machine and a model, and what the cost model predicts for it, in
+    tokens per second.
+    """
 
     row: str
     phase: str
@@ -46,7 +48,7 @@ def read_efficiencies() -> Efficiencies:
 
 
 def predict_row(row: PublishedRow, eff: Efficiencies, *, is_fitted: bool = False) -> list[Figure]:
-    """Predict the published speeds of a row: prefill, decode or both."""
+    """Predict the speeds of one published measurement (a row): prefill, decode or both."""
     spec = find_hardware(row.machine)
     shape = read_shape(find_model(row.model).config, row.model)
     if row.experts_per_token:
@@ -82,7 +84,9 @@ def _figure(
 
 
 def predict_rows(eff: Efficiencies) -> list[Figure]:
-    """Return the figures of all rows, in the file's order."""
+    """Return the predicted and published speeds (figures) of all published measurements, in the
+    file's order.
+    """
     published = read_published()
     return [
         figure
@@ -92,7 +96,7 @@ def predict_rows(eff: Efficiencies) -> list[Figure]:
 
 
 def median_error(figures: Sequence[Figure]) -> float:
-    """Return the median of the absolute errors."""
+    """Return the median of the absolute relative errors of predictions."""
     return statistics.median(abs(figure.error) for figure in figures)
 
 
@@ -132,7 +136,9 @@ def _efficiencies(logs: Sequence[float]) -> Efficiencies:
 def _differentiate(
     function: Callable[[Sequence[float]], list[float]], at: list[float], value: list[float]
 ) -> list[list[float]]:
-    """Return the matrix of derivatives [outputs, inputs] by finite differences."""
+    """Return the derivatives of a function of several numbers at a point, as a matrix [outputs,
+    inputs], by finite differences.
+    """
     delta = 1e-5
     columns = [function([x + delta * (i == j) for j, x in enumerate(at)]) for i in range(len(at))]
     return [[(column[k] - value[k]) / delta for column in columns] for k in range(len(value))]

@@ -74,7 +74,7 @@ class Processor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A machine as planning sees it."""
+    """A machine as planning needs it: processors, memory, GPUs, and what of them may be used."""
 
     name: Text
     title: Text
@@ -94,7 +94,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def cores(self) -> int:
-        """Cores that may be used."""
+        """Cores that the model may use, of all sockets."""
         if self.processor is None:
             return 0
         whole = self.processor.cores * self.sockets
@@ -102,7 +102,7 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def share(self) -> float:
-        """Share of the machine's cores that may be used."""
+        """Share of the cores of all sockets that the model may use."""
         return self.cores / (self.processor.cores * self.sockets) if self.processor else 0.0
 
     @property

@@ -32,7 +32,7 @@ GIB = 1 << 30
 
 
 class _Bar(NamedTuple):
-    """A part of one layer on one device."""
+    """A bar in the picture of a plan: one part of a layer, on one device, with its bytes."""
 
     part: str
     device: str

@@ -14,7 +14,7 @@ BAR = 24
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines of text with aligned columns."""
+    """Return rows of words as lines of text, with the columns aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return [
         "  ".join(

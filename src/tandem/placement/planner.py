@@ -42,7 +42,9 @@ PARALLEL: tuple[Literal["tensor", "expert", "pipeline"], ...] = ("tensor", "expe
 
 
 class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The user's demands on a plan."""
+    """The user's demands on a plan: context, users, speed, and how coarsely weights may be
+    rounded.
+    """
 
     context: Annotated[int, Meta(ge=1)] = 8192
     """Tokens of a sequence, prompt and answer together."""
@@ -67,7 +69,9 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ClassPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A class of operators with its device, weight format and size."""
+    """The place of one class of operators (such as attention or routed experts), its weight format
+    and its size.
+    """
 
     name: str
     device: str
@@ -80,7 +84,9 @@ class ClassPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one kind of device and its use by part."""
+    """The memory of one kind of device (GPUs, or the machine's DRAM), and which part of a model
+    uses how much of it.
+    """
 
     device: str
     capacity_bytes: int
@@ -88,12 +94,14 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes in use, the sum of the parts."""
+        """Bytes of the memory that are in use, the sum over the parts."""
         return sum(self.parts.values())
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The placement of a model, its predicted speed, and the reasons."""
+    """The result of planning: a model's placement on a machine, its predicted speed, and the
+    reasons.
+    """
 
     model: str
     machine: str
@@ -124,7 +132,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """A placement of a model that fits, with its memory use."""
+    """A placement of a model's operators on devices that fits in memory, with the bytes that each
+    part takes.
+    """
 
     place: Placement
     kv_tokens: int
@@ -159,7 +169,9 @@ class _Planner:
     # Methods that choose weight formats.
 
     def list_formats(self, stored: str) -> list[str]:
-        """Return the formats that the wished quality allows, finest first."""
+        """Return the stored weight format and the coarser ones that the wished quality allows,
+        finest first.
+        """
         allowed = {"stored": [], "int8": ["int8"], "int4": ["int8", "int4"]}[self.wishes.quality]
         finer = FORMAT_BYTES[stored]
         return [stored, *(name for name in allowed if FORMAT_BYTES[name] < 0.95 * finer)]
@@ -190,7 +202,9 @@ class _Planner:
     # Methods that count memory.
 
     def count_static_bytes(self, accelerators: int) -> float:
-        """Return the GPU bytes that weights and cache may use."""
+        """Return how many bytes of the GPUs' memory weights and cache may use: the user's
+        ``memory_fraction`` of it.
+        """
         gpu = self.spec.accelerator
         return accelerators * gpu.memory_gib * GIB * self.wishes.memory_fraction if gpu else 0.0
 
@@ -281,8 +295,8 @@ class _Planner:
     # Methods that choose where weights and KV are placed.
 
     def list_places(self, expert_format: str) -> Iterator[tuple[Placement, str]]:
-        """Yield placements in order of preference, each with a note of what it moved off
-        the GPU.
+        """Yield placements of the operators in order of preference, each with a note of what it
+        moved off the GPU.
         """
         num = self.spec.num_accelerators
         base = Placement(
@@ -312,7 +326,9 @@ class _Planner:
             )
 
     def find_layout(self, users: int, expert_format: str) -> tuple[_Layout | None, list[str]]:
-        """Return the first placement that fits, and notes on those that did not."""
+        """Return the first placement that fits the users and the experts' format; None if none
+        does, and notes on those that did not fit.
+        """
         failed: list[str] = []
         for place, gave in self.list_places(expert_format):
             layout = self.lay_out(place, users)
@@ -322,7 +338,9 @@ class _Planner:
         return None, failed
 
     def refine(self, layout: _Layout, users: int, *, is_told: bool) -> _Layout:
-        """Choose parallelism, streaming, chunk size and deferral of a layout by predicted times."""
+        """Choose how GPUs share the work, streaming of experts, chunk size and deferral (experts
+        added a layer later) of a layout, by predicted times.
+        """
         layout = self._choose_parallel(layout, users, is_told=is_told)
         layout = self._choose_prefill(layout, users, is_told=is_told)
         return self._choose_deferral(layout, users, is_told=is_told)
@@ -430,7 +448,9 @@ class _Planner:
     # Methods that count concurrent users.
 
     def count_users(self, expert_format: str) -> int:
-        """Return the most users that fit and get the wished rate."""
+        """Return the largest number of users whose cache fits and who get the wished rate of
+        tokens.
+        """
         if not self.wishes.rate:
             return 0
 

@@ -35,12 +35,16 @@ def _read_outliers() -> dict[str, str]:
 
 
 def explain_figure(figure: Figure) -> str:
-    """Return the reason for a figure's large error; empty if none is recorded."""
+    """Return the recorded reason why a prediction is far from the published speed; empty if none is
+    recorded.
+    """
     return explain_row(f"{figure.row} {figure.phase}")
 
 
 def explain_row(name: str) -> str:
-    """Return the reason for a large error, by "row phase"; empty if none is recorded."""
+    """Return the recorded reason why a prediction is far from its published figure, by "row phase";
+    empty if none is recorded.
+    """
     for pattern, reason in _read_outliers().items():
         if fnmatchcase(name, pattern):
             return reason

@@ -38,7 +38,9 @@ DEFAULT = "default"
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule of a file, checked."""
+    """A placement rule (which operator replaces which modules), as read from a rule file and
+    checked.
+    """
 
     name: str | None = None
     """Regular expression that is searched in the dotted module path."""
@@ -67,7 +69,7 @@ class ModuleInfo(msgspec.Struct, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """The result of the rules for one module."""
+    """The placement rule that applies to one module, if any, or has skipped it."""
 
     module: ModuleInfo
     rule: int | None = None
@@ -78,8 +80,8 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class RuleTable(msgspec.Struct, frozen=True):
-    """Result of applying rules: one assignment per module, in visiting order, and rules without
-    effect.
+    """The result of applying placement rules: one assignment for each module, in visiting order,
+    and the rules without effect.
     """
 
     rules: tuple[Rule, ...]
@@ -90,8 +92,8 @@ class RuleTable(msgspec.Struct, frozen=True):
     """Rules that match modules but are never first, each with the rules that were."""
 
     def operator_of(self, module_name: str) -> str:
-        """Return a module's operator name as written in the file; ``default`` if no rule
-        matched.
+        """Return the name of the operator that the rules assign to a module, as written in the
+        file; ``default`` if no rule matched.
         """
         for assignment in self.assignments:
             if assignment.module.name == module_name and assignment.rule is not None:
@@ -136,7 +138,9 @@ def _error(source: str, node: yaml.Node, what: str, field: str | None = None) ->
 
 
 def _check_nodes(root: yaml.Node, source: str) -> None:
-    """Bound the YAML tree's size before values are built; an alias counts each time it is used."""
+    """Check that the YAML tree of a rule file is small, before values are built of it; an alias
+    counts each time it is used.
+    """
     stack, seen = [(root, 0)], 0
     while stack:
         node, depth = stack.pop()

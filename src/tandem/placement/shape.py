@@ -30,7 +30,9 @@ BF16_BYTES = 2
 
 
 class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder layer: weights by operator class, and attention's cost per token."""
+    """The sizes of one decoder layer: weights by class of operators, and attention's cost per
+    token.
+    """
 
     kind: Literal["gqa", "mla", "state"]
     attention_weights: int
@@ -67,7 +69,9 @@ class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as planning sees it."""
+    """The sizes of a model as planning needs them: weights by class of operators, bytes of cache,
+    and work per token.
+    """
 
     name: str
     hidden_size: int
@@ -82,17 +86,17 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def attention_weights(self) -> int:
-        """Attention weights of all layers."""
+        """Number of weights in the attention of all layers."""
         return sum(layer.attention_weights for layer in self.layers)
 
     @property
     def dense_weights(self) -> int:
-        """Weights of dense MLPs, shared experts and routers of all layers."""
+        """Number of weights of dense MLPs, shared experts and routers of all layers."""
         return sum(layer.dense_weights + layer.shared_weights for layer in self.layers)
 
     @property
     def expert_weights(self) -> int:
-        """Weights of all routed experts."""
+        """Number of weights of all routed experts."""
         return sum(layer.expert_weights * layer.num_experts for layer in self.layers)
 
     @property
@@ -103,7 +107,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def active_weights(self) -> int:
-        """Weights that one token is multiplied with."""
+        """Number of weights that one token is multiplied with, of routed experts only the chosen
+        ones.
+        """
         experts = sum(layer.expert_weights * layer.top_k for layer in self.layers)
         head = self.head_weights or self.embedding_weights
         return self.attention_weights + self.dense_weights + experts + head
@@ -142,7 +148,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def moe_layers(self) -> tuple[ShapeLayer, ...]:
-        """Layers with routed experts."""
+        """The layers with routed experts, in order."""
         return tuple(layer for layer in self.layers if layer.num_experts)
 
     def with_top_k(self, top_k: int) -> "ModelShape":
@@ -277,7 +283,9 @@ def _read_attention(c: _Config, fields: Mapping[str, Any], index: int) -> ShapeL
 
 
 def _has_index(c: _Config, fields: Mapping[str, Any], index: int) -> bool:
-    """Return True if a layer has an index of its own, instead of using an earlier layer's."""
+    """Return True if a layer of sparse attention has an index of its own, instead of using the
+    tokens that an earlier layer's index chose.
+    """
     if not c.get("index_n_heads"):
         return False
     types, pattern = c.list("indexer_types"), fields.get("index_topk_pattern")
@@ -290,8 +298,8 @@ def _has_index(c: _Config, fields: Mapping[str, Any], index: int) -> bool:
 
 
 def _read_latent(c: _Config, *, has_index: bool) -> ShapeLayer:
-    """Return the shape of multi-head latent attention, with DeepSeek's index if the layer
-    has one.
+    """Return the sizes of a layer with multi-head latent attention, and DeepSeek's index (sparse
+    attention) if it has one.
     """
     hidden, heads, rank = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     rope, nope, value = c["qk_rope_head_dim"], c["qk_nope_head_dim"], c["v_head_dim"]
@@ -320,7 +328,7 @@ def _read_latent(c: _Config, *, has_index: bool) -> ShapeLayer:
 
 
 def _read_state(c: _Config) -> ShapeLayer:
-    """Return the shape of a Gated DeltaNet layer."""
+    """Return the sizes of a Gated DeltaNet layer, which keeps a recurrent state instead of KV."""
     hidden = c["hidden_size"]
     key_heads, value_heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
     key_dim, value_dim = c["linear_key_head_dim"], c["linear_value_head_dim"]

@@ -69,7 +69,7 @@ class TrainingWishes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory by device, and speed, of a training run."""
+    """The predicted memory of a training run, by device, and its speed."""
 
     memory: tuple[DeviceMemory, ...]
     trainable_parameters: int
@@ -78,16 +78,18 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """True if each device's part fits in its memory."""
+        """True if the memory of each kind of device suffices for the run."""
         return all(memory.used_bytes <= memory.capacity_bytes for memory in self.memory)
 
     def find_used(self, device: str) -> int:
-        """Return the bytes used on a kind of device; 0 if there is none."""
+        """Return the bytes that the run uses on a kind of device; 0 if there is no such device."""
         return sum(memory.used_bytes for memory in self.memory if memory.device == device)
 
 
 class TrainingFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """A published figure of a training run and its prediction."""
+    """A published figure of a training run (speed or memory), and what the cost model predicts for
+    it.
+    """
 
     row: str
     what: str
@@ -194,5 +196,7 @@ def predict_training(row: PublishedTraining, eff: Efficiencies) -> list[Training
 
 
 def list_training(eff: Efficiencies) -> list[TrainingFigure]:
-    """Return the figures of all published runs, in the file's order."""
+    """Return the published and predicted figures of all published training runs, in the file's
+    order.
+    """
     return [figure for row in read_published().training for figure in predict_training(row, eff)]

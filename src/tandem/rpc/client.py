@@ -126,7 +126,8 @@ class RpcClient(RpcSide):
     async def wait_connected(self, timeout_s: float) -> Peer:
         """Wait for the next session while reconnecting; return at once if there is a session.
 
-        Raises: DeadlineError; the refusal, if reconnecting was given up.
+        Raises: DeadlineError; the server's error, if it has refused this client, which then does
+            not reconnect.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -171,7 +172,9 @@ class RpcClient(RpcSide):
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], *, timeout_s: float
     ) -> BegunCall[T]:
-        """Begin a call from another thread; see ``Peer.begin_threadsafe``."""
+        """Begin a call to the server from a thread other than the event loop's, which may wait for
+        the answer; see ``Peer.begin_threadsafe``.
+        """
         return self.peer.begin_threadsafe(method, request, response_type, timeout_s=timeout_s)
 
     def push(self, event: msgspec.Struct) -> None:
@@ -185,7 +188,9 @@ class RpcClient(RpcSide):
     # The methods below open, retry and replace sessions.
 
     async def _open_session(self, budget_s: float | None) -> Peer:
-        """Repeat attempts until a session is open, the budget is spent, or the server refuses."""
+        """Repeat attempts to connect until a session is open, ``budget_s`` seconds have passed
+        (None: no limit), or the server refuses.
+        """
         loop = asyncio.get_running_loop()
         give_up_s = None if budget_s is None else loop.time() + budget_s
         pause_s = self._config.reconnect_initial_ms / 1e3

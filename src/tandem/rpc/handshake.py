@@ -34,7 +34,8 @@ CompatCheck = Callable[[Identity, Identity], None]
 
 
 def make_identity(name: str, role: str = "", compat: dict[str, str] | None = None) -> Identity:
-    """Return an identity with a new random ``instance_id``. Make one for each start of a process.
+    """Return the identity that a process introduces itself with, with a new random ``instance_id``.
+    Make one for each start of a process.
 
     Args:
         name: for people and logs.
@@ -50,7 +51,8 @@ def make_identity(name: str, role: str = "", compat: dict[str, str] | None = Non
 
 
 def check_compat_equal(theirs: Identity, ours: Identity) -> None:
-    """Check that every fact which both sides state is equal. A fact of only one side passes.
+    """Check that the facts in both identities' ``compat`` (text by name, such as a version) are
+    equal. A fact that only one side states passes.
 
     Raises: ConflictError naming the fact and both values.
     """
@@ -77,13 +79,16 @@ def make_limits(config: RpcConfig) -> Limits:
 def make_greeting(
     kind: type[G], epoch: int, identity: Identity, config: RpcConfig, lane: LaneOffer | None
 ) -> G:
-    """Return this side's first message of a session."""
+    """Return this side's first message of a session: a ``Hello`` of a client, a ``Welcome`` of a
+    server, as ``kind`` says.
+    """
     limits = make_limits(config)
     return kind(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, epoch, identity, limits, lane=lane)
 
 
 def run_compat_check(check: CompatCheck, theirs: Identity, ours: Identity) -> None:
-    """Run a user's compatibility check. Any exception refuses the peer.
+    """Run the check function of this endpoint's user on the identities of both sides. Any exception
+    that it raises refuses the peer.
 
     Raises: TandemError.
     """

@@ -41,7 +41,7 @@ Arrival = tuple[Call, LaneRequest | None]
 
 @dataclass(slots=True)
 class _Running:
-    """A call whose handler runs in a task."""
+    """A call of the peer whose handler runs in a task and has not answered."""
 
     call: Call
     request: LaneRequest | None
@@ -53,7 +53,7 @@ class _Running:
 
 
 class Caller(Protocol):
-    """The peer that makes the calls."""
+    """The peer (the other process of the session) that makes the calls."""
 
     @property
     def name(self) -> str:
@@ -113,7 +113,8 @@ class IncomingCalls:
 
         Args:
             call: the call's frame.
-            request: the lane's request that brought the call; None if it came by the socket.
+            request: the request by which the call came over the peer's lane (a faster channel
+                beside the socket); None if it came by the socket.
         """
         number = call.number
         if request is not None and (self._is_lane_over or 0 < number <= self._last_number):
@@ -131,16 +132,18 @@ class IncomingCalls:
                 self._begin_held()
 
     def end_lane(self) -> None:
-        """Note that the other side's lane is lost: calls that it has not delivered are not waited
-        for.
+        """Note that the other side's lane (its faster channel beside the socket) is lost: calls
+        that it has not delivered are not waited for.
 
-        Calls by the socket alone arrive in order.
+        From now on calls come by the socket only, which keeps their order.
         """
         self._is_lane_over = True
         self._begin_held()
 
     def _begin_held(self) -> None:
-        """Begin the calls that were held back, up to the next one that has not come."""
+        """Begin the calls that were held back, in the order of their numbers, up to the first
+        number that may still come.
+        """
         while self._held:
             number = min(self._held) if self._is_lane_over else self._last_number + 1
             if number not in self._held:
@@ -290,7 +293,9 @@ class IncomingCalls:
         return running
 
     def _close(self, call_id: int) -> "_Running | None":
-        """Remove a call from the table; None if it was answered before."""
+        """Remove a call from the table of running calls and return it; None if it was answered
+        before.
+        """
         running = self._open.pop(call_id, None)
         if running is not None:
             running.timer.cancel()
@@ -324,13 +329,13 @@ class IncomingCalls:
         try:
             self._send(make_fault(call.call_id, error), request)
         except TandemError as unsent:
-            # The fault cannot be sent because the peer is lost or about to be; its own side ends
-            # the call.
+            # The error cannot be sent as an answer because the peer is lost or about to be; its own
+            # side ends the call.
             logger.debug("event=fault_unsent peer=%s reason=%s", self._peer.name, unsent)
 
     def _send(self, frame: Reply | Fault, request: LaneRequest | None) -> None:
-        """Send an answer by the channel of its call. An answer too long for the lane goes by the
-        socket.
+        """Send an answer by the channel of its call: the lane if there is a ``request``, else the
+        socket. An answer too long for the lane goes by the socket.
         """
         if request is None:
             self._wire.send(frame)

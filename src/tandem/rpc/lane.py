@@ -24,7 +24,9 @@ MAX_EARLY = 64
 
 
 class LaneAnswer(Protocol):
-    """The answer to a lane's request, for a thread that waits."""
+    """The answer to a request by a lane (a channel beside a session's socket), for a thread that
+    waits.
+    """
 
     def wait(self, deadline_s: float) -> bytes:
         """Wait for the answer, for ``deadline_s`` at most. Raises: as ``Lane.begin``, and
@@ -34,7 +36,8 @@ class LaneAnswer(Protocol):
 
 
 class Lane(Protocol):
-    """A channel to one process. Requests arrive in the order in which they were begun.
+    """A channel to one process for calls, beside the socket of their session. Requests arrive in
+    the order in which they were begun.
 
     After any error the request was executed once or not at all; after a CapacityError it was not
     sent.
@@ -42,7 +45,7 @@ class Lane(Protocol):
 
     @property
     def max_bytes(self) -> int:
-        """Limit in bytes of a request, and of its answer."""
+        """Limit in bytes of a request by this lane, and of its answer."""
         ...
 
     def begin(self, request: bytes) -> LaneAnswer:
@@ -59,12 +62,14 @@ class Lane(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the lane. Running calls fail."""
+        """Close the lane (this channel beside the socket). Its unanswered requests fail."""
         ...
 
 
 class LaneRequest(Protocol):
-    """A request that arrived by a lane. If it is dropped without an answer, it is refused."""
+    """A request that arrived by a lane (a channel beside a session's socket). If the object is
+    dropped without an answer, it is refused.
+    """
 
     payload: bytes
 
@@ -73,7 +78,9 @@ class LaneRequest(Protocol):
         ...
 
     def fail(self, error: TandemError) -> bool:
-        """Refuse the request with an error that makes its sender give up the lane."""
+        """Refuse the request with an error that makes its sender close the lane and use the
+        socket.
+        """
         ...
 
 
@@ -82,22 +89,26 @@ class Lanes(Protocol):
 
     @property
     def address(self) -> str:
-        """The address at which other processes open a lane to this one."""
+        """The address at which other processes open a lane (a channel for calls beside the socket)
+        to this one.
+        """
         ...
 
     @property
     def max_bytes(self) -> int:
-        """Limit in bytes of a request, and of its answer."""
+        """Limit in bytes of a request by a lane, and of its answer."""
         ...
 
     def serve(self, handler: Callable[[list[LaneRequest]], None]) -> None:
-        """Pass arriving requests to ``handler``, in order for each lane, on the running event
-        loop.
+        """Pass the requests that arrive by lanes (channels beside the sockets) to ``handler``, in
+        order for each lane, on the running event loop.
         """
         ...
 
     def open(self, address: str, timeout_s: float) -> Awaitable[Lane]:
-        """Open a lane to the process at an address. Raises: a TandemError."""
+        """Open a lane (a channel for calls beside the socket) to the process at an address. Raises:
+        a TandemError.
+        """
         ...
 
 
@@ -106,8 +117,8 @@ Take = Callable[[bytes, LaneRequest], None]
 
 
 class LaneRouter:
-    """Distributes arriving lane requests to the sessions that they name. Shared by the endpoints of
-    one event loop.
+    """Distributes the requests that arrive by lanes (channels beside the sockets) to the sessions
+    that their tokens name. Shared by the endpoints of one event loop.
 
     Args:
         lanes: the process's lanes; borrowed.
@@ -125,12 +136,12 @@ class LaneRouter:
 
     @property
     def max_bytes(self) -> int:
-        """Limit in bytes of an answer."""
+        """Limit in bytes of an answer by a lane."""
         return self._lanes.max_bytes
 
     def offer(self) -> LaneOffer | None:
-        """Return the lane address and a new token for the greeting of a session; None if no lanes
-        are accepted.
+        """Return the address for lanes to this process and a new token, which names a session and
+        is sent in its greeting; None if no lanes are accepted.
 
         Call ``withdraw`` when the session ends or fails.
         """
@@ -141,20 +152,26 @@ class LaneRouter:
         return LaneOffer(self._lanes.address, token)
 
     def begin(self, offer: LaneOffer, take: Take) -> None:
-        """Note that a session has begun: ``take`` gets its requests."""
+        """Note that the session of ``offer`` has begun: ``take`` gets the requests with its
+        token.
+        """
         self._sessions[offer.token] = take
         for request in self._early.pop(offer.token, ()):
             take(request.payload[TOKEN_BYTES:], request)
 
     def withdraw(self, offer: LaneOffer | None) -> None:
-        """Note that a session has ended or failed: its requests are refused."""
+        """Note that the session of ``offer`` has ended or failed: requests with its token are
+        refused.
+        """
         if offer is not None:
             self._sessions.pop(offer.token, None)
             for request in self._early.pop(offer.token, ()):
                 _refuse(request)
 
     async def open(self, offer: LaneOffer) -> Lane:
-        """Open a lane to the address that the other side offered. Raises: a TandemError."""
+        """Open a lane (a channel for calls beside the socket) to the address that the other side
+        offered. Raises: a TandemError.
+        """
         return await self._lanes.open(offer.address, OPEN_TIMEOUT_S)
 
     def _route(self, requests: list[LaneRequest]) -> None:

@@ -23,8 +23,8 @@ class Lease:
 
     @property
     def check_interval_s(self) -> float:
-        """Seconds between two checks: half of ``beat_s``, so that a heartbeat is late by half an
-        interval at most.
+        """Seconds between two checks of this lease: half of ``beat_s`` (this side's longest
+        silence), so that a heartbeat is late by half an interval at most.
         """
         return self.beat_s / 2
 
@@ -55,7 +55,7 @@ class Lease:
         return now_s - self._heard_s
 
     def is_expired(self, now_s: float) -> bool:
-        """Return True if the peer counts as lost."""
+        """Return True if the peer was silent for so long that it counts as lost."""
         return now_s - self._heard_s > self.lease_s
 
     def is_beat_due(self, now_s: float) -> bool:

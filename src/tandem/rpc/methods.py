@@ -17,7 +17,8 @@ Res = TypeVar("Res")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The result of a handler whose work continues when its caller has disconnected.
+    """The return value of a handler in place of its response: ``work`` makes the response, and
+    continues when its caller has disconnected.
 
     Once it has begun, only the end of the event loop cancels it.
     """

@@ -60,7 +60,9 @@ LOOP_GRACE_S = 1.0
 
 
 class BegunCall(Protocol[Answered]):
-    """A call that a thread has begun; see ``Peer.begin_threadsafe``."""
+    """A call that a thread other than the event loop's has begun, and may wait for or drop; see
+    ``Peer.begin_threadsafe``.
+    """
 
     def wait(self, timeout_s: float) -> Answered:
         """Wait for the answer, for ``timeout_s`` at most. Raises: as ``Peer.call``."""
@@ -69,7 +71,7 @@ class BegunCall(Protocol[Answered]):
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """The functions of a session that its calls use."""
+    """The functions of a session that its calls use, such as encoding and sending a frame."""
 
     peer_name: str
     encode: Callable[[Frame], bytes]
@@ -108,16 +110,20 @@ class OutgoingCalls:
 
     @property
     def has_lane(self) -> bool:
-        """True if calls use a lane when they fit."""
+        """True if calls that are short enough go by a lane (a faster channel beside the socket)."""
         return self._lane is not None
 
     def use_lane(self, lane: Lane, offer: LaneOffer) -> None:
-        """Send calls by ``lane`` from now on. This object closes it."""
+        """Send calls that are short enough by ``lane`` from now on, a channel beside the socket
+        that was opened to the address in ``offer``. This object closes it.
+        """
         self._token = offer.token
         self._lane = lane
 
     def lose_lane(self, lane: Lane | None, reason: TandemError) -> None:
-        """Close the lane if it is still in use. Calls go by the socket from now on."""
+        """Close the lane (the channel beside the socket) if it is still in use. Calls go by the
+        socket from now on.
+        """
         with self._order:
             if lane is None or self._lane is not lane:
                 return
@@ -127,8 +133,8 @@ class OutgoingCalls:
         self._wire.end_lane()
 
     def fail_all(self, make: Callable[[], TandemError]) -> None:
-        """End every unanswered call, each with its own error, since a shared one would mix
-        tracebacks.
+        """End every unanswered call, each with its own error from ``make``, since a shared error
+        object would mix tracebacks.
         """
         with self._order:
             lane, self._lane = self._lane, None
@@ -136,8 +142,8 @@ class OutgoingCalls:
             answer = self._open.pop(call_id, None)
             if answer is not None and not answer.done():
                 answer.set_exception(make())
-                # Mark the exception as retrieved, because a caller that waits by the lane never
-                # reads it from this future.
+                # Mark the exception as retrieved, because a caller that waits for the lane's answer
+                # never reads it from this future.
                 answer.exception()
         if lane is not None:
             lane.close()
@@ -162,7 +168,8 @@ class OutgoingCalls:
         sent = self._send_by_lane(make, lambda lane, data: lane.begin(data))
         if sent is not None:
             return _LaneCall(self, sent, method, response_type)
-        # Without a lane the call must go by the socket, which only the event loop may use.
+        # Without a lane (a channel beside the socket) the call must go by the socket, which only
+        # the event loop may use.
         return self.run_on_loop(self._call(method, request, response_type, timeout_s), method)
 
     async def _call(
@@ -184,7 +191,9 @@ class OutgoingCalls:
     def _send_by_lane(
         self, make: Callable[[int], Call], begin: Callable[[Lane, bytes], Waiting]
     ) -> "_Sent[Waiting] | None":
-        """Send a call by the lane; None if it cannot go there."""
+        """Send a call by the lane (the channel beside the socket). Return None, with nothing sent,
+        if there is no lane, it is full or lost, or the call is too long for it.
+        """
         with self._order:
             lane, call_id = self._lane, self._next_id
             if lane is None:
@@ -259,7 +268,9 @@ class OutgoingCalls:
     def wait_long(
         self, sent: "_Sent[Any]", method: str, response_type: type[T], timeout_s: float
     ) -> T:
-        """Wait in a thread for an answer that is too long for the lane."""
+        """Wait in a thread for an answer that comes by the socket, because it is too long for the
+        lane of the call.
+        """
         by_socket: _Sent[Awaitable[bytes]] = _Sent(sent.call_id, sent.answer, None, None)
         work = self._wait(by_socket, method, response_type, timeout_s)
         return self.run_on_loop(work, method).wait(timeout_s + LOOP_GRACE_S)
@@ -275,7 +286,7 @@ class OutgoingCalls:
         side.
 
         Called on the event loop. A call by the lane may not have arrived: the cancellation keeps
-        the other side from waiting for its number.
+        the other side, which begins calls in the order of their numbers, from waiting for it.
         """
         if self._open.pop(call_id, None) is not None and not is_answered:
             self._cancel_there(call_id)
@@ -306,7 +317,9 @@ class OutgoingCalls:
         )
 
     def describe_lost(self, method: str) -> TandemError:
-        """Return the error of a call whose answer is lost."""
+        """Return the error of a call whose answer is lost with the session, or with the lane (the
+        channel beside the socket).
+        """
         loss = self._wire.get_loss()
         if loss is not None:
             return loss
@@ -319,7 +332,7 @@ class OutgoingCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Sent(Generic[Waiting]):
-    """A call that was sent by a lane or by the socket."""
+    """A call that was sent by a lane (the channel beside the socket) or by the socket."""
 
     call_id: int
     answer: Answer
@@ -331,7 +344,9 @@ class _Sent(Generic[Waiting]):
 
 
 class _LaneCall(Generic[T]):
-    """A call by a lane, for a thread. Dropping the object cancels the call."""
+    """A call by a lane (the channel beside the socket) that a thread has begun and may wait for.
+    Dropping the object cancels the call.
+    """
 
     def __init__(
         self,
@@ -369,7 +384,7 @@ class _LaneCall(Generic[T]):
 
 
 class _LoopCall(Generic[T]):
-    """A call by the socket, for a thread."""
+    """A call by the socket, which the event loop makes for another thread that may wait for it."""
 
     def __init__(self, calling: "concurrent.futures.Future[T]", method: str) -> None:
         self._calling = calling

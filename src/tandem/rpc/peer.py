@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PeerContext:
-    """The parts of an endpoint that all its sessions share."""
+    """The parts of an endpoint (a server or client) that all its sessions share."""
 
     config: RpcConfig
     methods: MethodTable
@@ -76,7 +76,7 @@ class PeerContext:
 
 
 class Peer:
-    """The other side of one session.
+    """The other side of one session (the time from a handshake to its end or loss).
 
     Args:
         greeting: the peer's first message: its identity, and the limits to respect.
@@ -165,7 +165,9 @@ class Peer:
 
     @property
     def has_lane(self) -> bool:
-        """True if calls to the peer use a lane when they fit; for tests and logs."""
+        """True if calls to the peer that are short enough go by a lane (a faster channel beside the
+        socket); for tests and logs.
+        """
         return self._outgoing.has_lane
 
     @property
@@ -231,11 +233,12 @@ class Peer:
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], *, timeout_s: float
     ) -> BegunCall[T]:
-        """Begin a call from any thread but the event loop's, which a wait would block.
+        """Begin a call from any thread but the event loop's, which waiting for the answer would
+        block.
 
         The thread may wait for the answer, or drop the call. A call over a lane (a connection of
         the transfer engine beside the socket) does not wake this process's event loop. Without a
-        lane the loop sends it. Raises: as ``call``.
+        lane the event loop sends the call. Raises: as ``call``.
         """
         self._raise_if_lost()
         return self._outgoing.begin_threadsafe(method, request, response_type, timeout_s)
@@ -278,7 +281,9 @@ class Peer:
         self.lose(PeerLostError("rpc.close", what), tell=True)
 
     def receive(self, data: bytes) -> None:
-        """Process one frame of the peer; called by the endpoint."""
+        """Process one frame (wire message) of the peer; called by the endpoint that owns the
+        socket.
+        """
         self._lease.note_heard(self._context.clock.now_s())
         frame, is_counted = None, True
         try:
@@ -338,8 +343,8 @@ class Peer:
     # The methods below encode and send frames.
 
     def _send(self, frame: Frame) -> None:
-        """Encode and send a frame that counts in the window. If it is an answer, failure to send it
-        ends the session.
+        """Encode and send a frame that counts in the window (the limit of what the peer has not
+        read yet). If it is an answer, failure to send it ends the session.
         """
         self._raise_if_lost()
         data = self._encode(frame)
@@ -410,11 +415,15 @@ class Peer:
         self._transmit_all(batch)
 
     def _send_uncounted(self, frame: Beat | LaneEnd) -> bool:
-        """Send a frame that no window holds back, since the peer's progress depends on it."""
+        """Send a frame that is not held back by the window (the limit of what the peer has not read
+        yet), since the peer's progress depends on it. Return True if it was sent.
+        """
         return self._transmit_all([encode_frame(frame)])
 
     def _transmit_all(self, batch: Sequence[bytes]) -> bool:
-        """Send frames that no caller waits for. A full socket ends the session."""
+        """Send frames that no caller waits for. A full socket ends the session. Return True if all
+        were sent.
+        """
         try:
             for data in batch:
                 self._transmit(data)
@@ -435,7 +444,8 @@ class Peer:
         lost = self._lost
         return None if lost is None else PeerLostError(lost.where, lost.what)
 
-    # The methods below open the lane, and take calls that come by it.
+    # The methods below open the lane (a channel beside the socket), and take calls that come by the
+    # peer's.
 
     async def _open_lane(self, lanes: LaneRouter, offer: LaneOffer) -> None:
         try:

@@ -187,7 +187,8 @@ class RpcServer(RpcSide):
         if peer is not None:
             data = receive_frame(self._socket)
         else:
-            # Read a hello as a frame object, which alone has the connection's descriptor.
+            # Read a hello (a client's first message) as a frame object, which alone has the
+            # connection's descriptor.
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
             data, descriptor = frame.bytes, _find_descriptor(frame)
             while self._socket.getsockopt(zmq.RCVMORE):
@@ -208,8 +209,8 @@ class RpcServer(RpcSide):
         try:
             greeting = decode_greeting(data)
             if isinstance(greeting, Bye):
-                # A bye without a session needs no answer: it comes from a client that found this
-                # server incompatible, or from a dropped session.
+                # A bye (a message that ends a session) without a session needs no answer: it comes
+                # from a client that found this server incompatible, or from a dropped session.
                 return
             if not isinstance(greeting, Hello):
                 self.counters.frames_without_session += 1

@@ -120,7 +120,9 @@ class ClientSession:
             self._close()
 
     def _close(self) -> None:
-        """Close the socket and withdraw the lane offer. May be repeated."""
+        """Close the socket and withdraw the lane offer, so that no call comes beside the socket any
+        more. May be repeated.
+        """
         if not self._socket.closed:
             if self._side.peer_context.lanes is not None:
                 self._side.peer_context.lanes.withdraw(self._our_lane)
@@ -171,8 +173,8 @@ class ClientSession:
             self.end(error, tell=False)
 
     def _describe(self, event: int, value: int) -> TandemError | None:
-        """Return the error that a connection event means; None unless the event is the connection's
-        end.
+        """Return the error that an event of ZeroMQ's socket monitor stands for; None unless the
+        event is the connection's end.
         """
         url = self._url
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

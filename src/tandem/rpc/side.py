@@ -68,11 +68,13 @@ class RpcSide:
         self._on_peer_lost: Callable[[Peer, TandemError], None] | None = None
 
     def on_event(self, callback: EventCallback, event_type: Any) -> None:
-        """Pass the events of all peers to ``callback``; see ``MethodTable.listen``."""
+        """Pass the events (one-way messages) of all peers to ``callback``; see
+        ``MethodTable.listen``.
+        """
         self._methods.listen(callback, event_type)
 
     def on_peer(self, callback: Callable[[Peer], None]) -> None:
-        """Have ``callback(peer)`` called whenever a session begins."""
+        """Have ``callback(peer)`` called whenever a session with another process begins."""
         self._on_peer = callback
 
     def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:

@@ -39,12 +39,12 @@ class SendWindow:
 
     @property
     def unread_messages(self) -> int:
-        """Number of messages sent and not reported as read."""
+        """Number of messages sent that the peer has not reported as read."""
         return self._sent_messages - self._read_messages
 
     @property
     def unread_bytes(self) -> int:
-        """Bytes sent and not reported as read."""
+        """Bytes sent that the peer has not reported as read."""
         return self._sent_bytes - self._read_bytes
 
     def admit(self, size_bytes: int) -> bool:

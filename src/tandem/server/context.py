@@ -93,7 +93,7 @@ class TextOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model that a client asked for."""
+    """The model that a client asked for: this server's, or a LoRA adapter of it."""
 
     name: str
     """Name of the model or adapter to report in answers."""
@@ -103,7 +103,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ChoicePlan:
-    """One generation to run."""
+    """One generation to run for a request: its prompt and its parameters."""
 
     prompt_ids: list[int]
     sampling: SamplingParams
@@ -114,7 +114,7 @@ class ChoicePlan:
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of a request as a whole."""
+    """Options that hold for all generations of a request."""
 
     name: str
     model: ServedModel
@@ -193,7 +193,7 @@ class ServerContext:
 
     @property
     def siblings(self) -> "list[ServerContext]":
-        """The contexts of all models of this address, this one included."""
+        """The contexts of all models that are served at this address, this one included."""
         if self.hub is None:
             return [self]
         return [model.app.state.context for model in self.hub.models.values()]
@@ -234,8 +234,9 @@ class ServerContext:
         return info
 
     def find_fingerprint(self, model: ServedModel) -> str:
-        """Return the ``system_fingerprint`` of a model's answers; None before an instance has
-        served.
+        """Return the ``system_fingerprint`` of a model's answers.
+
+        Raises: errors of ``ready_info``, before an instance has served.
         """
         if model.adapter is not None:
             return model.adapter.system_fingerprint
@@ -250,7 +251,9 @@ class ServerContext:
             return None
 
     def note_arrival(self, http: Request) -> Origin:
-        """Return the origin of a request: digest of its key, time of arrival, headers."""
+        """Return the origin of a request that has just arrived: digest of its key, time of arrival,
+        headers.
+        """
         return Origin(
             arrived_s=self.clock.now_s(),
             arrived_at=datetime.now(UTC).timestamp(),
@@ -281,7 +284,7 @@ class ServerContext:
         decoder: msgspec.json.Decoder[_T],
         refused: Mapping[str, str] | Callable[[bytes], None] | None = None,
     ) -> _T:
-        """Read and decode a body; a large one is decoded on the threads.
+        """Read and decode the body of a request; a large one is decoded on the worker threads.
 
         Args:
             http: request whose body has not been read.
@@ -315,8 +318,8 @@ class ServerContext:
         work: Callable[[*_Ts], _T],
         *args: *_Ts,
     ) -> _T:
-        """Run blocking work that a request needs before generation on the threads, in its client's
-        turn.
+        """Run blocking work that a request needs before generation on the worker threads, when it
+        is its client's turn.
 
         Args:
             http: request whose body has been read.
@@ -335,7 +338,8 @@ class ServerContext:
             return await run_while_connected(http.receive, running)
 
     async def shape(self, size_bytes: int, work: Callable[[], _T]) -> _T:
-        """Run a function that makes an answer; on the threads if the answer is long, else here.
+        """Run a function that makes an answer: on the worker threads if the answer is long, else
+        here.
 
         Args:
             size_bytes: estimated size of the answer.
@@ -377,7 +381,7 @@ class ServerContext:
         origin: Origin,
         receive: Receive,
     ) -> GenerationGroup:
-        """Submit all choices of a request; the caller owns the returned group and closes it.
+        """Submit all generations of a request; the caller owns the returned group and closes it.
 
         Raises:
             ConfigError: refused by the engine.
@@ -432,7 +436,9 @@ class ServerContext:
         return self.terms.find(options.model.name, client, origin.headers.get)
 
     def _shorten(self, terms: ServiceTerms, origin: Origin) -> ServiceTerms:
-        """Subtract the time since arrival from the objective for the time to first token."""
+        """Subtract the time since a request's arrival from its objective for the time to first
+        token.
+        """
         ttft_s = terms.slo.ttft_s
         if ttft_s is None:
             return terms

@@ -61,7 +61,7 @@ class EngineClient(Protocol):
 
     @property
     def stage(self) -> StageChanged:
-        """The present stage."""
+        """The present stage (starting, loading, ready, ...) of the engine as a whole."""
         ...
 
     @property
@@ -71,13 +71,15 @@ class EngineClient(Protocol):
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Number of times since the start that requests moved to another instance, by reason."""
+        """Number of times since the start that requests moved to another instance because of a
+        failure, by reason.
+        """
         ...
 
     @property
     def margins(self) -> dict[str, float]:
-        """Factors by which admission multiplies predicted times, by kind of time: ``ttft`` and
-        ``tpot``.
+        """Safety factors by which admission multiplies predicted times, by kind of time: ``ttft``
+        (time to first token) and ``tpot`` (time per output token).
         """
         ...
 

@@ -46,7 +46,7 @@ _FINISH = {
 
 
 class Piece(NamedTuple):
-    """New output of a generation. The last piece has a ``finish_reason``.
+    """New output of a generation, to be sent to its client. The last piece has a ``finish_reason``.
 
     The generation may have progressed further when the piece is sent.
     """
@@ -63,7 +63,7 @@ class Piece(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Estimated bytes of the piece in an answer."""
+        """Estimated bytes that the piece takes in an encoded answer."""
         ids = _TOKEN_BYTES * len(self.token_ids)
         return len(self.text) + ids + _measure_logprobs(self.logprobs)
 
@@ -282,12 +282,12 @@ class Generation:
 
     @property
     def was_accepted(self) -> bool:
-        """True if the engine accepted the request."""
+        """True if the engine has accepted the request."""
         return self._stream is not None
 
     @property
     def request_id(self) -> str:
-        """The engine's id of this choice."""
+        """The id that this choice's request has at the engine."""
         return self.request.request_id
 
 
@@ -300,19 +300,19 @@ def _failure(output: RequestOutput) -> TandemError:
 
 
 class LiveGenerations(Protocol):
-    """The groups of generations that are running, by the client's name of the request."""
+    """The running requests, each a group of generations, by the client's name of the request."""
 
     def add(self, name: str, group: "GenerationGroup") -> None:
-        """Add a group under the client's name for it."""
+        """Add a request's group of generations under the client's name for the request."""
         ...
 
     def remove(self, name: str, group: "GenerationGroup") -> None:
-        """Remove a group."""
+        """Remove a request's group of generations, which has ended."""
         ...
 
 
 class GenerationGroup:
-    """All choices of one request.
+    """All generations (choices) of one client's request, which run at the same time.
 
     Args:
         name: the client's id of the request, or the server's.
@@ -340,7 +340,7 @@ class GenerationGroup:
         self._on_closed = on_closed
 
     async def submit(self, engine: EngineClient) -> None:
-        """Queue all choices or none: if one is refused, the others are cancelled."""
+        """Queue all choices at the engine or none: if one is refused, the others are cancelled."""
         self._live.add(self.name, self)
         submissions = [generation.submit(engine) for generation in self.generations]
         try:
@@ -356,7 +356,7 @@ class GenerationGroup:
             raise failure
 
     async def pieces(self) -> AsyncGenerator[tuple[Generation, Piece], None]:
-        """Yield the pieces of all choices as they come; raises the errors of
+        """Yield the pieces (new outputs) of all choices as they come; raises the errors of
         ``Generation.pieces``.
         """
         if len(self.generations) > 1:
@@ -395,7 +395,9 @@ class GenerationGroup:
                 await generation.abort()
 
     async def close(self) -> None:
-        """Cancel choices that still run, and remove the group from the running ones. Idempotent."""
+        """Cancel choices that still run, and remove the group from the running requests.
+        Idempotent.
+        """
         self._live.remove(self.name, self)
         for task in self._pumps:
             task.cancel()

@@ -50,24 +50,26 @@ class Lifecycle:
         return self._in_flight.has_room(client, limit)
 
     def enter(self, client: str) -> None:
-        """Count one more request of a client address."""
+        """Count one more HTTP request of a client address."""
         self._in_flight.add(client)
         self.metrics.num_in_flight = len(self._in_flight)
         self._idle.clear()
 
     def leave(self, client: str) -> None:
-        """Count one request of a client address less."""
+        """Count one HTTP request less of a client address."""
         self._in_flight.remove(client)
         self.metrics.num_in_flight = len(self._in_flight)
         if not self._in_flight:
             self._idle.set()
 
     def add(self, name: str, group: GenerationGroup) -> None:
-        """Record a running group under the client's name for it; names need not be unique."""
+        """Record a running request's group of generations under the client's name for it; names
+        need not be unique.
+        """
         self._groups.setdefault(name, set()).add(group)
 
     def remove(self, name: str, group: GenerationGroup) -> None:
-        """Remove a group; unknown ones are ignored."""
+        """Remove a request's group of generations; unknown ones are ignored."""
         groups = self._groups.get(name)
         if groups is not None:
             groups.discard(group)
@@ -75,7 +77,8 @@ class Lifecycle:
                 del self._groups[name]
 
     async def abort(self, name: str | None, owner: bytes | None = None) -> int:
-        """End the groups with a name, or all groups; return their number.
+        """End the running requests (groups of generations) with a name, or all; return their
+        number.
 
         Args:
             name: the client's name of the request; None: any.
@@ -156,6 +159,8 @@ class AdmissionGate:
 
 
 def _route_of(scope: Scope) -> str:
-    """Return the pattern of the route that matched; one common label for all unknown paths."""
+    """Return the pattern of the HTTP route that a request matched, as a label for the metrics; all
+    unknown paths have one common label.
+    """
     route = scope.get("route")
     return getattr(route, "path", "other")

@@ -20,7 +20,9 @@ MAX_PRIORITY = 1000
 
 
 class ServiceTerms(NamedTuple):
-    """The terms of a client, a model or a server."""
+    """The terms of service (latency objectives, priority, weight) of a client, a model or a
+    server.
+    """
 
     slo: Slo = NO_SLO
     priority: int = 0
@@ -30,7 +32,7 @@ class ServiceTerms(NamedTuple):
 
 
 def parse_terms(words: Sequence[str], field: str) -> ServiceTerms:
-    """Read terms of the form NAME=VALUE: ttft_ms, tpot_ms, priority, weight.
+    """Read terms of service of the form NAME=VALUE: ttft_ms, tpot_ms, priority, weight.
 
     Raises: ConfigError (another form; names ``field``).
     """
@@ -74,7 +76,8 @@ def _make_slo(ttft_ms: float | None, tpot_ms: float | None) -> Slo:
 
 
 class TermsTable:
-    """The terms of one server, by model and by client.
+    """The terms of service (latency objectives, priority, weight) of one server, by model and by
+    client.
 
     Args:
         entries: entries of ``server.slo``, each ``ttft_ms=T,tpot_ms=T``, with ``model=NAME`` for
@@ -103,7 +106,7 @@ class TermsTable:
     def find(
         self, model: str, client: str, get_header: Callable[[str], str | None]
     ) -> ServiceTerms:
-        """Return the terms of a request.
+        """Return the terms of service of a request.
 
         Args:
             model: name of the model that was asked for.

@@ -45,7 +45,7 @@ class _Server(uvicorn.Server):
 
 
 class RunningServer:
-    """A server that listens; passed to ``on_started``. To be used on its event loop only."""
+    """A server that listens; given to ``on_started``. To be used on its event loop only."""
 
     def __init__(self, server: uvicorn.Server, context: ServerContext, url: str, port: int) -> None:
         self.url = url

@@ -40,14 +40,16 @@ class _File:
 
 
 class MemoryPort:
-    """The ``DiskPort`` of one life of a process; operations of a dead process have no effect."""
+    """The ``DiskPort`` (access to a disk) of one life of a process; operations of a dead process
+    have no effect.
+    """
 
     def __init__(self, disk: "MemoryDisk") -> None:
         self._disk, self.life = disk, disk.life
 
     @property
     def folder_id(self) -> bytes:
-        """16 random bytes that identify the folder."""
+        """16 random bytes that identify the disk's folder."""
         return self._disk.folder_id
 
     def condemn(self) -> None:
@@ -174,12 +176,15 @@ class MemoryDisk:
         return MemoryBuffer(nbytes)
 
     async def list_buckets(self) -> list[tuple[int, int]]:
-        """Return (number, bytes) of each bucket."""
+        """Return (number, bytes) of each bucket (a large file of the store's SSD tier)."""
         await self._step()
         return [(number, len(file.data)) for number, file in self.files.items()]
 
     async def make_bucket(self, number: int, nbytes: int) -> None:
-        """Create a bucket and reserve its space. Raises: CapacityError."""
+        """Create a bucket (a large file of the store's SSD tier) and reserve its space.
+
+        Raises: CapacityError.
+        """
         await self._step()
         assert number not in self.files
         if self.used_bytes + nbytes > self.room_bytes:
@@ -214,7 +219,9 @@ class MemoryDisk:
         buffer.array[:nbytes] = np.frombuffer(bytes(file.data[at : at + nbytes]), np.uint8)
 
     async def sync(self, number: int) -> None:
-        """Make everything written to a bucket durable."""
+        """Make everything written to a bucket (a large file) durable: a loss of power no longer
+        loses it.
+        """
         file = self._file(number)
         await self._step()
         for at, data in file.unsynced:
@@ -222,14 +229,14 @@ class MemoryDisk:
         file.unsynced.clear()
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
-        """Truncate a bucket to ``nbytes``."""
+        """Truncate a bucket (a large file) to ``nbytes``."""
         file = self._file(number)
         await self._step()
         del file.data[nbytes:]
         del file.durable[nbytes:]
 
     async def drop_bucket(self, number: int) -> None:
-        """Remove a bucket if it is there."""
+        """Remove a bucket (a large file) if it is there."""
         await self._step()
         self.files.pop(number, None)
 
@@ -261,7 +268,7 @@ class MemoryDisk:
         self.notes.pop(name, None)
 
     def condemn(self) -> None:
-        """Mark the content as untrusted for good."""
+        """Mark the content of the disk as untrusted for good, so that no later host uses it."""
         self.is_condemned = True
 
     def empty(self) -> None:

@@ -37,7 +37,9 @@ class Owner(Protocol):
     stalled_until_s: float
 
     def own(self, task: asyncio.Task[Any]) -> None:
-        """Record a task that was started in this process's context."""
+        """Record a task that was started in this process's context, so that it ends with the
+        process.
+        """
         ...
 
 

@@ -42,7 +42,7 @@ class Faults(msgspec.Struct, frozen=True):
 
 
 class NetworkWorld(Protocol):
-    """The part of a ``World`` that carries calls."""
+    """The part of a ``World`` (a simulated run) that carries calls."""
 
     random: Random
     faults: Faults
@@ -50,7 +50,7 @@ class NetworkWorld(Protocol):
     num_answers: Counter[str]
 
     async def travel(self) -> None:
-        """Wait the travel time of one message or slice."""
+        """Wait the travel time of one message, or of one slice of the bytes of a transfer."""
         ...
 
     def is_cut(self, near: Process, far: Process) -> bool:
@@ -58,7 +58,9 @@ class NetworkWorld(Protocol):
         ...
 
     def note_step(self) -> None:
-        """Count a step of the run."""
+        """Count a step of the run (a message, an answer or a slice of bytes), at which a test may
+        kill a process.
+        """
         ...
 
     def note_answer(self, far: Process, method: str, *, error: str, body: bytes) -> None:

@@ -19,7 +19,7 @@ MANY_TASKS = 64
 
 
 class ProcessWorld(Protocol):
-    """The part of a ``World`` that its processes use."""
+    """The part of a ``World`` (a simulated run) that its processes use."""
 
     violations: list[str]
 
@@ -57,7 +57,9 @@ class Process:
         self._max_tasks = MANY_TASKS
 
     def serve(self, methods: Iterable[tuple[str, Handler, type[Any], type[Any]]]) -> None:
-        """Register methods: name, handler, type of the request, type of the answer."""
+        """Register the methods that other processes may call: name, handler, type of the request,
+        type of the answer.
+        """
         for name, handler, request_type, response_type in methods:
             self.methods[name] = (handler, request_type, response_type)
 
@@ -70,7 +72,9 @@ class Process:
         return self.context.run(function, *args)
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task of this process; its failure is a violation, unless it is a TandemError."""
+        """Start a task of this process. If it fails with anything but a TandemError, the world
+        records a violation, which fails the test.
+        """
         task = self.loop.create_task(work, context=self.context)
         task.add_done_callback(self._note_end)
         return task
@@ -109,6 +113,8 @@ class Process:
         self.loop.stalled_until_s = max(self.loop.stalled_until_s, time_s)
 
     async def pass_stall(self) -> None:
-        """Wait until the process is not stopped; for tasks of other owners."""
+        """Wait until the process is not stopped. For tasks of other processes; its own ones stop
+        with it.
+        """
         while self.stalled_until_s > self.loop.now_s:
             await asyncio.sleep(self.stalled_until_s - self.loop.now_s)

@@ -72,7 +72,7 @@ class World:
     # The methods below draw random delays, count steps and cut transfers into slices.
 
     async def travel(self) -> None:
-        """Wait the travel time of one message or slice."""
+        """Wait the travel time of one message, or of one slice of the bytes of a transfer."""
         self.note_step()
         delay_s = self.random.expovariate(1 / TRAVEL_S)
         if self.random.random() < self.faults.late:
@@ -80,7 +80,9 @@ class World:
         await asyncio.sleep(delay_s)
 
     def note_step(self) -> None:
-        """Count a step, and run the action that ``crash_at`` has for it."""
+        """Count a step of the run (a message, an answer or a slice of bytes), and run the action,
+        such as a kill, that ``crash_at`` has for it.
+        """
         self.steps += 1
         action = self.crash_at.pop(self.steps, None)
         if action is not None:
@@ -103,7 +105,9 @@ class World:
         self.end_sessions_of(process)
 
     def stall(self, process: Process) -> None:
-        """Stop a process for a random time; its sessions end after the lease."""
+        """Stop a process for a random time. Its sessions end after the lease, the silence after
+        which a peer counts as lost.
+        """
         process.stall_until(process.loop.now_s + self.random.uniform(*STALL_S))
         for session in self.sessions:
             if process in (session.near, session.far):
@@ -112,7 +116,9 @@ class World:
     # The methods below open and end sessions.
 
     def open_session(self, near: Process, far: Process) -> Session:
-        """Open a session; return its direction from ``near`` to ``far``."""
+        """Open a session (a control channel) between two processes; return its direction from
+        ``near`` to ``far``.
+        """
         session = Session(self, near, far)
         session.back = Session(self, far, near)
         session.back.back = session
@@ -133,7 +139,9 @@ class World:
             self.end_session(session)
 
     async def lose_silent(self, session: Session) -> None:
-        """End a session after the lease of the control channel."""
+        """Wait for the lease of the control channel (the silence after which a peer counts as
+        lost), then end a session.
+        """
         await asyncio.sleep(SILENT_S)
         self.end_session(session)
 

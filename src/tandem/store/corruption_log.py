@@ -11,8 +11,8 @@ MAX_NAMED = 32
 
 
 class CorruptionLog:
-    """The names of files and records that were found corrupt, oldest first. The reasons go to the
-    log.
+    """The names of the store's files, and of objects within them, that were found corrupt, oldest
+    first. The reasons go to the log.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class CorruptionLog:
         self._num_more = 0
 
     def note(self, name: str, reason: object) -> None:
-        """Log a corrupt file or record, and add its name to the list once."""
+        """Log a corrupt file, or a corrupt object within one, and add its name to the list once."""
         logger.error("event=damaged name=%r reason=%s", name, reason)
         if name in self.names:
             return

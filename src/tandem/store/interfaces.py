@@ -22,7 +22,7 @@ many.
 
 
 class ClientPort(Protocol):
-    """The data path of a client."""
+    """The data path of a client: reads and writes of hosts' memory by registered local memory."""
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Any:
         """Register ``memory`` for transfers, and return the handle that a ``Piece`` names it by."""

@@ -46,7 +46,9 @@ class MemoryHostPort:
         peers[address] = self
 
     def former_writers(self) -> set[int]:
-        """Return no writers, since the segment is not older than this process."""
+        """Return no addresses of earlier writers, since the segment is not older than this
+        process.
+        """
         return set()  # The segment is not older than this process.
 
     def open_writer(self) -> int:

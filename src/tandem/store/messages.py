@@ -126,7 +126,7 @@ class PutInline(StartPut, frozen=True, kw_only=True):
 
 
 class HostExtents(msgspec.Struct, frozen=True, array_like=True):
-    """Extents that the master reserved on one host for objects of a batch."""
+    """The extents (ranges of memory) that the master reserved on one host for objects of a put."""
 
     host: int
     objects: list[int]
@@ -166,8 +166,8 @@ class CommitStatus(IntEnum):
 
 
 class CommitPut(msgspec.Struct, frozen=True, kw_only=True):
-    """The client's report that the bytes of a granted ``StartPut`` are written. The answer has one
-    ``CommitStatus`` for each granted object, in order.
+    """The client's report that it has written the bytes of the objects that got space by a
+    ``StartPut``. The answer has one ``CommitStatus`` for each of them, in order.
     """
 
     first_put_id: int
@@ -223,7 +223,7 @@ class Located(msgspec.Struct, frozen=True):
 
 
 class KeyList(msgspec.Struct, frozen=True):
-    """A list of keys."""
+    """A request to tell which of the objects with these keys exist."""
 
     keys: list[str]
 
@@ -236,7 +236,9 @@ class KeyBytes(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that must not be executed again after its client has the answer."""
+    """A request that changes something, and so must not be executed again after its client has the
+    answer.
+    """
 
     number: int = 0
     """Number of the request, unique in the client's life. 0 if repeated copies need not be
@@ -313,7 +315,7 @@ class RetireHost(msgspec.Struct, frozen=True):
 
 class SetFloor(msgspec.Struct, frozen=True):
     """A request to declare dead, up to the current version, the objects of hosts that the roster
-    does not name.
+    (the master's durable list of hosts) does not name.
     """
 
     dry_run: bool = False
@@ -321,7 +323,9 @@ class SetFloor(msgspec.Struct, frozen=True):
 
 
 class FloorSet(msgspec.Struct, frozen=True):
-    """The answer to ``SetFloor``: the floor, and the hosts and removals that it concerns."""
+    """The answer to ``SetFloor``: the floor (the version up to which objects of unlisted hosts are
+    dead), and the hosts and removals that it concerns.
+    """
 
     version: int
     """Objects up to this version are dropped when a host that the roster does not name joins."""
@@ -472,7 +476,9 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class ExtentRecords(msgspec.Struct, frozen=True, kw_only=True):
-    """The complete objects of a segment, as columns."""
+    """Complete objects of a segment (a host's memory) or of a disk, as columns: where they lie, and
+    their header fields.
+    """
 
     keys: list[str] = []
     sizes: list[int] = []
@@ -485,8 +491,8 @@ class ExtentRecords(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InventoryPage(msgspec.Struct, frozen=True):
-    """One page of the inventory that a joining host sends its master. Objects in memory are in
-    order of their offset in the segment.
+    """One page of the inventory (list of all its objects) that a joining host sends its master.
+    Objects in memory are in order of their offset in the segment.
     """
 
     session: int
@@ -497,8 +503,8 @@ class InventoryPage(msgspec.Struct, frozen=True):
 
 
 class InventoryDone(msgspec.Struct, frozen=True):
-    """The end of a host's inventory. ``can_write`` is True if no writer of an earlier session is
-    left.
+    """The end of a host's inventory (list of its objects). ``can_write`` is True if no client can
+    write any more by a right from an earlier session, so that new ones may.
     """
 
     session: int
@@ -516,7 +522,7 @@ class LeaveStore(msgspec.Struct, frozen=True):
 
 class DiskReport(msgspec.Struct, frozen=True, kw_only=True):
     """A report of changes on a host's disk. The answer has one byte for each stored object: 0 tells
-    the host to forget the record.
+    the host to forget the object on the disk.
     """
 
     session: int
@@ -577,7 +583,7 @@ class WipeExtents(Order, frozen=True, kw_only=True):
 
 
 class RepinExtents(Order, frozen=True, kw_only=True):
-    """An order to replace the pins in the headers of objects."""
+    """An order to replace the pins (protection from eviction) in the headers of objects."""
 
     offsets: list[int]
     hard: bool
@@ -585,13 +591,15 @@ class RepinExtents(Order, frozen=True, kw_only=True):
 
 
 class OpenWriter(Order, frozen=True, kw_only=True):
-    """An order to let a client write into the segment."""
+    """An order to let a client write into the host's segment (its memory for objects)."""
 
     client: str
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The answer to ``OpenWriter``: the address at which the segment begins for that client."""
+    """The answer to ``OpenWriter``: the address at which the host's segment (memory) begins for
+    that client's writes.
+    """
 
     write_base: int
 
@@ -615,8 +623,8 @@ class PullObject(Order, frozen=True, kw_only=True):
 
 
 class ForgetObjects(Order, frozen=True, kw_only=True):
-    """An order to forget records of the disk up to these versions. Answered when no restart would
-    find the records.
+    """An order to forget the records (objects) on the host's disk of these keys, up to these
+    versions. Answered when no restart would find the records.
     """
 
     keys: list[str]
@@ -631,7 +639,9 @@ class LoadObject(Order, frozen=True, kw_only=True):
 
 
 class VerifyExtent(Order, frozen=True, kw_only=True):
-    """An order to compare the object at an offset with its checksum."""
+    """An order to compute the checksum of the object at an offset in the host's memory, and to
+    compare it with the stored one.
+    """
 
     offset: int
     version: int

@@ -46,7 +46,9 @@ number.
 
 
 class MetricSpec(NamedTuple):
-    """One row of the metrics table."""
+    """One row of the table of Prometheus metrics: name, kind, labels, help text, and how to read
+    it.
+    """
 
     name: str
     kind: str
@@ -77,7 +79,7 @@ def _count(text: str) -> int:
 
 @dataclass(slots=True)
 class StoreCounters:
-    """Counters of a master's events. They only grow."""
+    """Counts of a store master's events, such as evictions. They only grow."""
 
     hits: int = _count("Keys that the master was asked for and found.")
     misses: int = _count("Keys looked up and not found.")

@@ -35,8 +35,8 @@ memory.
 
 
 class _Peers:
-    """Segments of other processes, opened once for each address, and reopened after a lost
-    connection.
+    """The segments (registered memory) of other processes, opened once for each address, and
+    reopened after a lost connection.
     """
 
     def __init__(self, engine: TransferEngine) -> None:
@@ -46,8 +46,8 @@ class _Peers:
     async def move(
         self, op: Op, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float
     ) -> None:
-        """Move all pieces, or raise. Local memory is not touched after the return in either
-        case.
+        """Read or write all pieces (pairs of a local and a remote range) at an endpoint, or raise.
+        Local memory is not touched after the return in either case.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         segment = await self._open(endpoint.address, min(timeout_s, OPEN_TIMEOUT_S))
@@ -166,11 +166,15 @@ class TransferHostPort:
             return register(segment.data, remote=remote, name=name)
 
     def former_writers(self) -> set[int]:
-        """Return the id that stands for all writers of an earlier process of this segment."""
+        """Return the one write address that stands for all clients to which an earlier process of
+        this segment gave the right to write.
+        """
         return {FORMER_WRITERS}
 
     async def close_writer(self, base: int) -> bool:
-        """Unregister a writer's range. Return True if no byte can arrive by it any more."""
+        """Unregister the range of addresses of one writer (a client that may write). Return True if
+        no byte can arrive by it any more.
+        """
         if base == FORMER_WRITERS:
             return self._segment.has_no_writers()
         writer = self._writers.get(base)

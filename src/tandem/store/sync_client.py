@@ -29,7 +29,9 @@ class _HasClient(Protocol):
     client: AsyncStoreClient
 
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient | None:
-        """Return a client whose usual steps need no event loop; None without one."""
+        """Return a client whose usual steps block the thread and need no event loop; None if there
+        is no such client.
+        """
         ...
 
 
@@ -127,7 +129,9 @@ class StoreClient:
     def _face(
         step: Callable[Concatenate[AsyncStoreClient, P], Coroutine[Any, Any, T]],
     ) -> "Callable[Concatenate[StoreClient, P], T]":
-        """Return the blocking form of a call of the asyncio client."""
+        """Return a method of this class that runs ``step``, a call of the asyncio client, and
+        blocks until its end.
+        """
 
         @functools.wraps(step)
         def call(self: "StoreClient", /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -78,7 +78,9 @@ class Submitter(Protocol):
     """The part of ``TransferEngine`` that batches use."""
 
     def submit_prepared(self, prepared: PreparedTransfers, deadline_s: float | None) -> CoreBatch:
-        """Start to move prepared ranges, and return the native batch."""
+        """Start to move ranges that were checked and prepared before, and return the native
+        batch.
+        """
         ...
 
 

@@ -75,8 +75,8 @@ class Buffer:
             self._engine.unregister(self)
 
     def _release(self) -> None:
-        """Drop the reference to the caller's object. Allocated memory stays alive with its
-        views.
+        """Drop the reference to the object that the caller registered. Allocated memory stays alive
+        with its views.
         """
         self._is_registered = False
         if isinstance(self._memory, HostMemory):

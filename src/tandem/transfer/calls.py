@@ -124,7 +124,9 @@ def serve_on_loop(
 
 
 class _LoopServer:
-    """Serves calls on an event loop, which holds the only reference to this object."""
+    """Passes the calls of peers to the handler on an event loop, which holds the only reference to
+    this object.
+    """
 
     def __init__(
         self, source: CallSource, handler: CallHandler, loop: asyncio.AbstractEventLoop
@@ -201,15 +203,15 @@ class _LoopCalls:
         loop.add_reader(self.inbox.fileno(), self.wake)
 
     def wake(self) -> None:
-        """Resume the coroutines whose calls have ended."""
+        """Resume the coroutines whose calls have ended, as the native core reports."""
         for tag in self.inbox.take():
             waiting = self.waiting.get(tag)
             if waiting is not None and not waiting.ended.done():
                 waiting.ended.set_result(None)
 
     def wait(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> "tuple[int, _Waiting]":
-        """Return the tag of a new call, and its future, which ends with the call or after
-        ``deadline_s``.
+        """Return the tag of a new call (the number by which the native core reports its end), and
+        its future, which ends with the call or after ``deadline_s``.
         """
         tag, until_s = next(self._tags), loop.time() + deadline_s
         waiting = self.waiting[tag] = _Waiting(loop.create_future(), until_s)
@@ -274,7 +276,9 @@ class PendingCall:
 
 
 class AwaitedCall:
-    """A call that was begun on an event loop, to be awaited there; made by ``begin_awaited``."""
+    """A call to a peer that was begun on an event loop, to be awaited there; made by
+    ``begin_awaited``.
+    """
 
     __slots__ = ("_calls", "_core", "_tag", "_waiting")
 

@@ -2,8 +2,7 @@
 
 This is the Python interface; threads, sockets and copies are native (``native/transfer``). Every
 call may come from any thread and releases the GIL while it waits. After a fork the engine belongs
-to the parent
-process: in the child every call raises ConflictError, so make a new engine there.
+to the parent process: in the child every call raises ConflictError, so make a new engine there.
 """
 
 import asyncio
@@ -485,8 +484,8 @@ class TransferEngine:
 
     @property
     def quota_rates(self) -> list[float]:
-        """Bytes per second that each NIC's board grants this process now; infinity if it is not
-        limited.
+        """Bytes per second that this process may send now by each of its NICs, by its share of the
+        board (shared memory in which the host's processes divide a NIC); infinity if not limited.
         """
         return self.core.quota_rates
 

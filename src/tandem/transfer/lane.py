@@ -14,7 +14,9 @@ __all__ = ["EngineLanes"]
 
 
 class EngineLanes:
-    """The ``rpc.Lanes`` of an engine, which is borrowed. Made on the event loop that uses them."""
+    """The ``rpc.Lanes`` (channels for RPC calls beside the sockets) of an engine, which is
+    borrowed. Made on the event loop that uses them.
+    """
 
     max_bytes = MAX_CALL_BYTES
 
@@ -23,7 +25,9 @@ class EngineLanes:
 
     @property
     def address(self) -> str:
-        """The address of the transfer engine, at which other processes open their lanes."""
+        """The address of the transfer engine, at which other processes open their lanes (channels
+        for RPC calls beside the sockets).
+        """
         return self._engine.address
 
     def serve(self, handler: Callable[[list[LaneRequest]], None]) -> None:
@@ -38,8 +42,8 @@ class EngineLanes:
         self._engine.serve_calls(handle, loop=asyncio.get_running_loop())
 
     async def open(self, address: str, timeout_s: float) -> "_EngineLane":
-        """Open a segment of the engine at an address, as a lane. Raises: as
-        ``TransferEngine.open``.
+        """Connect to the engine at an address, and return the connection as a lane (a channel for
+        RPC calls beside the socket). Raises: as ``TransferEngine.open``.
         """
         opening = asyncio.ensure_future(
             asyncio.to_thread(self._engine.open, address, deadline_s=timeout_s)
@@ -52,7 +56,9 @@ class EngineLanes:
 
 
 class _EngineLane:
-    """An ``rpc.Lane`` to one peer of the engine."""
+    """An ``rpc.Lane`` (a channel for RPC calls beside the socket) to one peer of the transfer
+    engine.
+    """
 
     max_bytes = MAX_CALL_BYTES
 
@@ -79,7 +85,9 @@ class _EngineLane:
 
 
 class _LaneAnswer:
-    """The answer to a lane's request, for a thread that waits."""
+    """The answer to a request by a lane (a channel beside an RPC socket), for a thread that
+    waits.
+    """
 
     __slots__ = ("_call",)
 
@@ -101,8 +109,8 @@ async def _wait(begun: AwaitedCall) -> bytes:
 
 
 def _describe(error: TandemError) -> TandemError:
-    """Return the error for the lane's user. All errors but lateness and lack of capacity mean that
-    the lane is lost.
+    """Return the error that the user of a lane (a channel beside an RPC socket) gets for the
+    engine's ``error``. All errors but lateness and lack of capacity mean that the lane is lost.
     """
     if isinstance(error, DeadlineError | CapacityError | PeerLostError):
         return error

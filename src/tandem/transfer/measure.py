@@ -36,7 +36,7 @@ class PathTransport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The measured properties of a path."""
+    """The measured properties of the path from this process to another one's memory."""
 
     peer: str
     name: str
@@ -54,7 +54,8 @@ def measure_path(engine: TransferEngine, address: str, *, deadline_s: float = 10
     """Measure the path from an engine to the segment at ``host:port``.
 
     Args:
-        engine: has the cluster's secret; its settings determine the rails.
+        engine: has the cluster's secret; its settings determine the rails (paths between pairs of
+            NICs).
         address: the peer's address.
         deadline_s: for each step, seconds.
 

@@ -25,7 +25,7 @@ __all__ = ["TRANSFER_METRICS", "TransferCollector", "TransferMetricSpec"]
 
 
 class TransferMetricSpec(NamedTuple):
-    """One row of the metrics table."""
+    """One row of the table of Prometheus metrics: name, kind, labels and help text."""
 
     name: str
     kind: str

@@ -102,12 +102,14 @@ class Segment:
 
     @property
     def rails(self) -> list[RailStatus]:
-        """The rails to this segment and their current state; none for the engine's own segment."""
+        """The rails to this segment (paths between a local and a remote NIC address) and their
+        current state; none for the engine's own segment.
+        """
         return self._engine.core.rails(self._id) if self._id else []
 
     @property
     def refusals(self) -> dict[str, str]:
-        """Transports that were tried and cannot be used, with the reason."""
+        """Transports that were tried for this segment and cannot be used, with the reason."""
         return self._engine.core.refusals(self._id) if self._id else {}
 
     @property
@@ -150,7 +152,7 @@ class FileSegment(Segment):
 
     @property
     def rails(self) -> list[RailStatus]:
-        """Empty, since a file has no rails."""
+        """Empty, since no NIC paths (rails) lead to a file."""
         return []
 
     def sync(self) -> None:

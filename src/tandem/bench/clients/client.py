@@ -46,7 +46,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadClient:
-    """Runs conversations against a target. Used by one event loop.
+    """Sends the requests of conversations to a target (a server), and records the answers. Used by
+    one event loop.
 
     Args:
        target: the server.
@@ -119,14 +120,15 @@ class LoadClient:
     async def run(
         self, conversations: Sequence[Conversation], arrivals: Sequence[float]
     ) -> list[RequestRecord]:
-        """Send all conversations; return a record of every request, in order of the load.
+        """Send all conversations; return a record (times, tokens, error) of every request, in order
+        of the load.
 
         Args:
            conversations: those read from a trace have arrival times of their own.
            arrivals: seconds from now at which each conversation without an arrival time begins.
 
         Raises: the errors of ``find_model``. The failure of a single request is noted in its
-        record.
+            record.
         """
         await self.find_model()
         await self._open_connections(len(conversations))
@@ -216,7 +218,9 @@ class LoadClient:
         return records
 
     def _make_request(self, turn: Turn, history: list[dict[str, str]]) -> httpx.Request:
-        """Return an encoded request: encoding long prompts takes time that must not be measured."""
+        """Return the encoded request of a turn (one message of a conversation) after its history:
+        encoding long prompts takes time that must not be measured.
+        """
         body = self._make_body(turn, history)
         return self._http.build_request("POST", PATHS[self.target.endpoint], json=body)
 
@@ -277,7 +281,7 @@ class LoadClient:
             history.append({"role": "assistant", "content": record.text})
 
     async def _read(self, answer: httpx.Response, record: RequestRecord) -> None:
-        """Read the events of a stream into the record."""
+        """Read the events of a streamed answer, and add their times and tokens to the record."""
         is_done, counted = False, None
         async for line in answer.aiter_lines():
             if not line.startswith("data:"):
@@ -310,7 +314,7 @@ class LoadClient:
 
 
 def _read_text(choice: dict[str, Any]) -> str:
-    """Return all text of a choice, both of the answer and of the reasoning."""
+    """Return all text of an event's ``choices`` entry, both of the answer and of the reasoning."""
     delta = choice.get("delta") or {}
     parts = (choice.get("text"), delta.get("reasoning_content"), delta.get("content"))
     return "".join(part for part in parts if part)

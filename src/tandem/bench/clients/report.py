@@ -11,7 +11,7 @@ WIDTH = 50
 
 
 def render_report(report: LoadReport) -> str:
-    """Return the figures of a run as a block of text."""
+    """Return the figures of a load run as a block of text, for a person."""
     return "\n".join(_list_lines(report))
 
 

@@ -130,7 +130,9 @@ def make_shared_prefix(
 def make_multi_turn(
     conversations: int, turns: int, *, question_length: int, output_length: int, seed: int
 ) -> list[Conversation]:
-    """Return chats in plain words, in which each message is sent after the answer before it."""
+    """Return chats whose prompts are random plain words, in which each message is sent after the
+    answer before it.
+    """
     generator = np.random.default_rng(seed)
     return [
         Conversation(

@@ -66,8 +66,8 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class _Layers:
-    """Paged blocks of several layers with random keys and values; gathered, [layers, C, kinds * K,
-    d].
+    """Random keys and values of several layers: in paged blocks for ours, and in the order of the
+    tokens, [layers, C, kinds * K, d], for the rival.
     """
 
     def __init__(self, shape: _Shape, context: int, kv: str) -> None:
@@ -155,7 +155,9 @@ class _Case:
             self.rivals[dtype] = [self._gather(i, dtype) for i in range(min(layers.count, 8))]
 
     def _gather(self, layer: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Return layer's q [1, H, n, d] and its keys and values [1, K, C, d]."""
+        """Return a layer's queries [1, H, n, d], and its keys and values [1, K, C, d] in the order
+        of the tokens, for the rival.
+        """
         rows = self.layers.kv[layer].to(dtype).transpose(0, 1)[None]
         keys = rows[:, : self.shape.kv_heads].contiguous()
         values = keys[..., : self.shape.value_dim]
@@ -165,7 +167,7 @@ class _Case:
 
     @torch.inference_mode()
     def run_rival(self, layer: int, dtype: torch.dtype) -> Tensor:
-        """Return the rival's result, [n, H, d]."""
+        """Return the attention that the rival (torch) computes for a layer, [n, H, d]."""
         q, keys, values = self.rivals[dtype][layer]
         n, context = self.tokens, self.context
         if self.shape.is_latent:

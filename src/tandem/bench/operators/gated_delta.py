@@ -214,7 +214,7 @@ def _make_case(model: str, sequences: int, tokens: int) -> BenchCase:
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield decodes, then prompts; ``quick`` has one model."""
+    """Yield the cases of decode steps, then those of prompts; ``quick`` has one model."""
     for model in QUICK_SHAPES if quick else SHAPES:
         for sequences, tokens in ROWS:
             yield _make_case(model, sequences, tokens)

@@ -91,7 +91,9 @@ class _Layer(nn.Module):
 
 
 class _Choice(NamedTuple):
-    """An ``ExpertChoice`` for these layers, which are plain matrices."""
+    """The router's choice for the tokens of a step: the experts' input, ids and weights; an
+    ``ExpertChoice``.
+    """
 
     x: Buffer
     ids: Buffer
@@ -161,12 +163,14 @@ class Layers:
 
     @cached_property
     def unpacked(self) -> list[UnpackedLoads]:
-        """The experts as bfloat16, for the rivals."""
+        """The routed experts of each layer, dequantized to bfloat16 for the rivals."""
         return [UnpackedLoads(experts, self.pool, self.device) for experts in self.experts]
 
     @cached_property
     def staged(self) -> list[Tensor]:
-        """Packed experts of each layer in staging memory, uint8 [E, bytes]."""
+        """The dequantized experts of each layer, for the rivals, in host memory that the device
+        copies from fast, uint8 [E, bytes].
+        """
         made: list[Tensor] = []
         for loads in self.unpacked:
             size = loads.expert_bytes
@@ -178,7 +182,7 @@ class Layers:
 
     @cached_property
     def there(self) -> list[Tensor]:
-        """Packed experts of each layer on the device, uint8 [E, bytes]."""
+        """The dequantized experts of each layer on the device, for the rival, uint8 [E, bytes]."""
         return [memory.to(self.place) for memory in self.staged]
 
     def choose(self, number: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,14 +195,16 @@ class Layers:
         return h, ids, torch.softmax(logits.gather(1, ids), -1)
 
     def add_shared(self, number: int, x: Tensor, h: Tensor) -> None:
-        """Add the output of the shared experts to ``x``."""
+        """Add the output of layer ``number``'s shared experts for the input ``h`` to the hidden
+        states ``x``.
+        """
         first, second = self.shared[number]
         x.add_(torch.relu(h @ first) @ second)
 
 
 class _Step:
-    """A decode step of these layers (see ``LayeredStep``), in memory whose addresses do
-    not change.
+    """A decode step of the random layers, as the product's steps are (see ``LayeredStep``), in
+    memory whose addresses do not change.
     """
 
     def __init__(self, layers: Layers, num_deferred: int) -> None:
@@ -208,33 +214,37 @@ class _Step:
         self._h: Tensor | None = None
 
     def begin_(self) -> None:
-        """Do nothing: these layers derive nothing from the batch."""
+        """Do nothing: unlike a model's step, these layers derive nothing (such as positions) from
+        the batch.
+        """
 
     def choose_experts_(self, layer: nn.Module, x: Tensor) -> _Choice:
-        """Run a layer up to its router's choice."""
+        """Run a layer up to its router's choice of experts, and return the choice."""
         assert isinstance(layer, _Layer), layer
         self._number, self._x = layer.number, x
         self._h, ids, weights = self._layers.choose(layer.number, x)
         return _Choice(Buffer(self._h), Buffer(ids), Buffer(weights))
 
     def run_shared_(self, choice: object) -> None:
-        """Add the output of the shared experts to the hidden states."""
+        """Add the output of the current layer's shared experts to the hidden states."""
         del choice
         assert self._x is not None
         assert self._h is not None
         self._layers.add_shared(self._number, self._x, self._h)
 
     def leave_sum_(self, out: Buffer) -> None:
-        """Add the experts' sum to the hidden states at once."""
+        """Add the sum of the experts' outputs to the hidden states at once, instead of leaving it
+        for later.
+        """
         assert self._x is not None
         self._x.add_(out.tensor)
 
     def complete_(self, x: Tensor) -> None:
-        """Do nothing: no sum is pending."""
+        """Do nothing: no sum of experts' outputs is left to be added."""
 
     def split(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Divide choices into immediate and deferred ones as ``StepRouting`` does for decoded
-        tokens.
+        """Divide the chosen experts into immediate and deferred ones (whose outputs the next layer
+        adds), as ``StepRouting`` does for decoded tokens.
         """
         if self._number == self._layers.shape.num_layers - 1:
             return ids, None
@@ -325,7 +335,7 @@ class Decode:
         self._decoder.close()
 
     def run(self) -> Tensor:
-        """Run a step; return its output."""
+        """Run one decode step of ours; return its output."""
         self._hidden.copy_(self.x)
         routing = self._step if self.num_deferred else None
         self._decoder.run(self._step, routing, self._hidden)  # type: ignore[arg-type] - its own
@@ -342,7 +352,9 @@ class Decode:
 
 
 class Everything:
-    """All experts on the device, in bfloat16; captured as a graph."""
+    """The rival with all experts on the device, in bfloat16; its decode step is captured as a
+    graph.
+    """
 
     def __init__(self, layers: Layers, x: Tensor) -> None:
         self._layers, self._x = layers, x
@@ -362,7 +374,7 @@ class Everything:
             x.add_(_multiply_gathered(layers.shape, memory, h, ids, weights))
 
     def run(self) -> Tensor:
-        """Run a step; return its output."""
+        """Run one decode step with all experts on the device; return its output."""
         self._hidden.copy_(self._x)
         self._layers.device.follow(self._stream)
         self._layers.device.launch(self._graph, self._stream)
@@ -401,7 +413,7 @@ class Offload:
         self._there = torch.empty(most, size, dtype=torch.uint8, device=layers.place)
 
     def run(self) -> Tensor:
-        """Run a step; return its output."""
+        """Run one decode step, copying the chosen experts to the device; return its output."""
         layers, x, shape = self._layers, self._hidden, self._layers.shape
         x.copy_(self._x)
         for number, memory in enumerate(self._memory):
@@ -436,7 +448,9 @@ class Prompt:
         self._stream.close()
 
     def run(self, *, is_streamed: bool = True) -> Tensor:
-        """Run a step; return its output."""
+        """Run one prefill step, with experts streamed to the device or else computed on the host;
+        return its output.
+        """
         layers = self._layers
         x = self.x.to(layers.place).clone()
         for number, experts in enumerate(layers.experts):
@@ -451,7 +465,9 @@ class Prompt:
         return x.cpu()
 
     def check(self) -> str:
-        """Compare streamed experts with those computed on the host."""
+        """Compare the outputs of a prefill with streamed experts and with experts on the host;
+        return ``ok`` or the error.
+        """
         error = measure_error(self.run(), self.run(is_streamed=False))
         return "ok" if error < MAX_ERROR else f"off by {error:.3f} of the norm"
 
@@ -479,7 +495,9 @@ def count_calls(device: Device, work: Callable[[], object]) -> int:
 
 
 def describe_step(decode: Decode) -> str:
-    """Return the launches of a step that has run before, and the host's share of its time."""
+    """Return text about a decode step that has run before: its launches on the device, and the
+    host's share of its time.
+    """
     layers, host_s = decode.layers, 0.0
     run = NativeExperts.run
 

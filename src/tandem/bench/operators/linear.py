@@ -77,7 +77,9 @@ class _Matrices:
 
 
 class _Bench:
-    """The matrices of one shape at a time, made by the check of the shape's first case."""
+    """State that the cases share: the matrices of one shape at a time, made by the check of the
+    shape's first case.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPool(recommend_threads(read_topology()).threads)
@@ -92,7 +94,9 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The matrices of a case's shape, called in turn."""
+    """The matrices of a case's shape, of ours and of torch, which are called in turn so that no
+    cache holds them.
+    """
 
     matrices: _Matrices
     name: str

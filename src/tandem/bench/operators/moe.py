@@ -124,7 +124,7 @@ def count_experts(shape: Shape, free_bytes: int, *, has_peers: bool) -> int:
 
 @dataclass
 class _Batch:
-    """Inputs of a call: x [T, D], ids [T, K], router weights [T, K]."""
+    """The inputs of one call of a layer's experts: x [T, D], ids [T, K], router weights [T, K]."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -136,7 +136,7 @@ class _Batch:
 
 
 class _TorchExperts:
-    """The rival: weights [E, 2 F, D] and [E, D, F] in one dtype."""
+    """The rival, a layer's experts in torch: weights [E, 2 F, D] and [E, D, F] in one dtype."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, dtype: torch.dtype) -> None:
         self._gate_up, self._down = gate_up.to(dtype), down.to(dtype)
@@ -186,7 +186,9 @@ class _KtKernel:
         self._batches: list[_Batch] = []
 
     def take(self, batches: list[_Batch]) -> None:
-        """Give the peer a batch for each layer, unless it has them already."""
+        """Give the peer (kt-kernel) a batch of inputs for each layer, unless it has them
+        already.
+        """
         if self._batches is batches:
             return
         self._batches = batches
@@ -198,11 +200,13 @@ class _KtKernel:
             process.call("take", paths=paths)
 
     def run(self, nth: int, kind: Kind) -> float:
-        """Return the seconds of a call."""
+        """Return the seconds of one call of layer ``nth``, by the variant ``kind`` of kt-kernel."""
         return self._processes[kind].call("run", nth=nth)
 
     def compute(self, kind: Kind) -> torch.Tensor:
-        """Return the result of the first layer."""
+        """Return the result of the first layer for its batch, by the variant ``kind`` of
+        kt-kernel.
+        """
         path = str(self._folder / "out.safetensors")
         self._processes[kind].call("run", nth=0)
         self._processes[kind].call("save", path=path)
@@ -249,7 +253,9 @@ class _Layers:
         return gate_up, self._normal(count, hidden, inner) / inner**0.5
 
     def _write(self, folder: Path) -> None:
-        """Write the weights to a file for the peers."""
+        """Write the layers' weights to a file in ``folder`` for the peers (rival libraries in
+        processes of their own).
+        """
         for path in folder.glob("layer-*"):
             path.unlink()
         for i, (gate_up, down) in enumerate(self.layers):
@@ -277,7 +283,7 @@ class _Layers:
         return self._kt[1]
 
     def close(self) -> None:
-        """End the peer's processes; idempotent."""
+        """End the processes of the peer (kt-kernel); idempotent."""
         if self._kt is not None:
             self._kt[1].close()
             self._kt = None
@@ -299,7 +305,9 @@ class _Layers:
 
 
 class _Bench:
-    """The layers of one shape at a time, made by the check of the shape's first case."""
+    """State that the cases share: the layers of one shape at a time, made by the check of the
+    shape's first case.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -313,7 +321,7 @@ class _Bench:
         return self._layers
 
     def close(self) -> None:
-        """Free the layers, so that the next ones fit, and end the peer."""
+        """Free the layers, so that the next ones fit, and end the peer (kt-kernel)."""
         if self._layers is not None:
             self._layers.close()
             self._layers = None
@@ -321,7 +329,9 @@ class _Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The layers of a case's shape, called in turn, each with a batch of its own."""
+    """The layers of a case's shape, which are called in turn so that no cache holds them, each with
+    a batch of its own.
+    """
 
     layers: _Layers
     name: str

@@ -131,7 +131,7 @@ class _Model:
     def compute(
         self, banks: "list[PackedExperts]", trace: list[list[torch.Tensor]]
     ) -> list[torch.Tensor]:
-        """Return the experts' output of all tokens in all layers."""
+        """Return the output of each layer's chosen experts for each token of a trace."""
         return [
             bank.forward(x, ids, self.weights)
             for x_of_layers, token in zip(self.x, trace, strict=True)
@@ -152,13 +152,13 @@ class _Model:
             wrong = chance.choice(others, TOP_K - len(right), replace=False)
             guessed = chance.permutation(np.concatenate([right, wrong]))
             for row, ids in ((2 * i, guessed), (2 * i + 1, chosen)):
-                # Unlike logits, so that the experts have an order.
+                # Give each expert another logit, so that their order is certain.
                 logits[row, torch.from_numpy(ids)] = SURE_LOGIT - torch.arange(TOP_K) / TOP_K
         return _Router(torch.linalg.lstsq(inputs, logits, driver="gelsd").solution)
 
 
 class _Router:
-    """A router of one product.
+    """A router of a MoE layer that is one matrix product.
 
     Args:
        weight: its matrix, [D, E].
@@ -175,12 +175,15 @@ class _Router:
 
 
 class _Case:
-    """One size of the cache and one kind of trace."""
+    """One measured case: a number of slots for experts in memory, and a trace of tokens that does
+    or does not repeat experts.
+    """
 
     def __init__(self, model: _Model, num_slots: int, *, repeats: bool) -> None:
         self.model, self.num_slots = model, num_slots
         self.trace = model.make_trace(repeats=repeats)
-        # They outlive the layers of a round, so that what they have learnt holds in the next one.
+        # The guesses of the next layer's experts outlive the layers of a round, so that what they
+        # have learnt about being right holds in the next one.
         self.guesses = [
             ExpertGuess(model.make_router(layer, self.trace))
             for layer in range(1, model.num_layers)
@@ -194,7 +197,9 @@ class _Case:
 
     @cached_property
     def depth(self) -> ReadRate:
-        """Reads under way at a time, chosen as a server chooses them on this disk."""
+        """The number and size of the reads under way at a time, chosen as a server chooses them on
+        this disk.
+        """
         return measure_reads(self.model.folder, self.model.expert_bytes)
 
     @cached_property
@@ -208,7 +213,8 @@ class _Case:
         return reader
 
     def open(self, *, is_guessing: bool = True) -> tuple[ExpertTier, list[PackedExperts]]:
-        """Return the layers with empty slots.
+        """Return the tier (the slots in memory and the reads from disk) and its layers, with all
+        slots empty.
 
         Args:
             is_guessing: True if each layer reads the next one's experts ahead.
@@ -243,7 +249,8 @@ class _Case:
         the error.
         """
         wanted = self.model.compute(self.model.banks, self.trace)
-        # The first run with guesses teaches that they are right.
+        # In the first run with guesses the layers learn that guesses are right; the second one
+        # reads ahead.
         for is_guessing in (True, True, False):
             tier, layers = self.open(is_guessing=is_guessing)
             if not _equal(self.model.compute(layers, self.trace), wanted):
@@ -260,7 +267,9 @@ class _Case:
         return "ok"
 
     def ours(self, *, is_guessing: bool = True) -> float:
-        """Measure our milliseconds per token, with experts read from the disk into slots."""
+        """Measure our milliseconds per token, with experts read from the disk into slots (memory
+        for some of them).
+        """
         _, layers = self.open(is_guessing=is_guessing)
         seconds = time_call(lambda: self.model.compute(layers, self.trace))
         return 1e3 * seconds / self.model.num_tokens
@@ -316,7 +325,9 @@ class _Case:
 
 
 class _Mapping:
-    """The files mapped, with no page resident. A context manager."""
+    """The rival's mapping of the experts' files, with no page in memory at first. A context
+    manager.
+    """
 
     def __init__(self, model: _Model) -> None:
         self._model = model
@@ -378,8 +389,8 @@ def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield the cases: slots for a part of the experts, each with traces that repeat experts and
-    that do not.
+    """Yield the cases: slots in memory for different parts of the experts, each with traces that
+    repeat experts and that do not.
     """
     folder = Path(tempfile.mkdtemp(prefix="tandem-bench-"))
     try:

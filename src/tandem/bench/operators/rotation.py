@@ -32,7 +32,7 @@ class Rotation(Protocol):
 
     @property
     def kinds(self) -> list[Kind]:
-        """Variants of the rival that are measured."""
+        """Variants (dtype and number of threads) of the rival that are measured."""
         ...
 
     def run(self, nth: int) -> object:
@@ -44,7 +44,9 @@ class Rotation(Protocol):
         ...
 
     def check_rival(self, kind: Kind) -> str:
-        """Return a description of the error in the rival's result; empty if it is right."""
+        """Return a description of the error in the result of the rival's variant ``kind``; empty if
+        it is right.
+        """
         ...
 
     def find_idle(self, nth: int) -> int:
@@ -52,7 +54,7 @@ class Rotation(Protocol):
         ...
 
     def read_all(self, nth: int) -> None:
-        """Read all packed bytes of our operator."""
+        """Read all packed bytes of our operator ``nth``."""
         ...
 
     def read(self, idle: int, nth: int) -> None:
@@ -60,7 +62,9 @@ class Rotation(Protocol):
         ...
 
     def multiply(self, nth: int) -> None:
-        """Do the multiply-adds of a call in registers."""
+        """Do as many multiply-adds as a call of operator ``nth`` needs, on operands in
+        registers.
+        """
         ...
 
     def measure_error(self) -> float:
@@ -69,7 +73,9 @@ class Rotation(Protocol):
 
 
 def list_kinds(rivals: Iterable[torch.dtype | str], num_threads: int) -> list[Kind]:
-    """Return each rival with one thread and with all threads."""
+    """Return the variants to measure: each rival (a dtype of torch, or a library's name) with one
+    thread and with all threads.
+    """
     return [(rival, count) for rival in rivals for count in sorted({1, num_threads})]
 
 

@@ -53,7 +53,9 @@ def draw(mass: Tensor) -> Tensor:
 
 
 def compose(logits: Tensor, rule: dict[str, Any]) -> Tensor:
-    """Choose tokens with torch's operators; returns [rows]."""
+    """Choose a token for each row of logits with torch's operators, as the sampling rule says;
+    returns [rows].
+    """
     if rule["temperature"] == 0.0:
         return logits.argmax(-1)
     scaled = logits / rule["temperature"]
@@ -72,7 +74,9 @@ def compose(logits: Tensor, rule: dict[str, Any]) -> Tensor:
 
 @dataclass
 class _Case:
-    """Rows of logits and a sampling rule; rule None computes log-probabilities."""
+    """One measured case: rows of logits and a sampling rule (how a token is chosen); rule None
+    computes log-probabilities.
+    """
 
     vocab_size: int
     num_rows: int
@@ -80,7 +84,9 @@ class _Case:
     rival_threads: int = 1
 
     def prepare(self) -> str:
-        """Make the rows, check the result, choose the rival; return ``ok`` or the error."""
+        """Make the rows of logits, check our result, choose the number of threads with which the
+        rival is faster; return ``ok`` or the error.
+        """
         generator = torch.Generator().manual_seed(0)
         self.logits = torch.randn(self.num_rows, self.vocab_size, generator=generator) * SPREAD
         self.view = view_tensor(self.logits)

@@ -71,7 +71,7 @@ class Rival:
         self.batch = torch.randint(0, model.config.vocab_size, (1, int(tokens)))
 
     def step(self) -> list[float]:
-        """Return the seconds of a training step and its loss."""
+        """Run a training step; return its seconds and its loss."""
         begin = time.perf_counter()
         with self.torch.autocast("cpu", self.torch.bfloat16):
             loss = self.take_loss({"input_ids": self.batch, "labels": self.batch})

@@ -38,7 +38,9 @@ class Rival:
         self._predict, self._read, self._finetune = predict_run, read_recipe, finetune
 
     def predict(self, recipe: str) -> dict[str, int]:
-        """Return the predicted bytes of each part."""
+        """Return the bytes that each part of a fine-tuning run's memory is predicted to take;
+        ``recipe`` is the path of its settings.
+        """
 
         def work() -> dict[str, int]:
             parts = self._predict(self._read(recipe)).parts

@@ -211,7 +211,9 @@ def describe_states(writer, config):
 
 
 def rename(name, tensor, config):
-    """Yield (name, values) of each llama.cpp tensor that one tensor of transformers becomes."""
+    """Yield (name, values) of each tensor of llama.cpp's format that one tensor of a transformers
+    checkpoint becomes.
+    """
     has_states = "linear_num_key_heads" in config
     if has_states and name.endswith("norm.weight") and ".linear_attn." not in name:
         # These RMSNorms multiply by (1 + weight), and llama.cpp's multiply by the weight: the 1 is

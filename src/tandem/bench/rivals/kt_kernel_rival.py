@@ -64,7 +64,7 @@ class Layer:
 
 
 class Rival:
-    """Layers of one shape and kind, each with the batch it is called with."""
+    """MoE layers of one shape and weight format, each with the batch it is called with."""
 
     def __init__(self, threads):
         config = kt_kernel_ext.WorkerPoolConfig()
@@ -87,13 +87,13 @@ class Rival:
         self.out = torch.zeros_like(self.batches[0]["x"])
 
     def run(self, nth):
-        """Return the seconds that layer ``nth`` takes."""
+        """Run layer ``nth`` on its batch; return the seconds that this takes."""
         begin = time.perf_counter()
         self.layers[nth].forward(self.batches[nth], self.out)
         return time.perf_counter() - begin
 
     def save(self, path):
-        """Write the result of the last call to a file."""
+        """Write the output of the last ``run`` to a file."""
         save_file({"out": self.out}, path)
 
 

@@ -36,7 +36,7 @@ def install_llama(peer: str) -> Path:
 
 
 class LlamaCpp:
-    """One GGUF file loaded in one of the peers.
+    """One GGUF file loaded in one of the peers (llama.cpp or its fork), in a process of its own.
 
     Args:
        path: the GGUF file.
@@ -91,5 +91,5 @@ class LlamaCpp:
         return self._process.call("turn", timeout_s=LONG_S, history=history, message=message)
 
     def close(self) -> None:
-        """End the process."""
+        """End the process that runs the model."""
         self._process.close()

@@ -91,7 +91,7 @@ class Rival:
 
 
 def main() -> None:
-    """Answer calls until standard input ends."""
+    """Answer the benchmark's calls, one JSON line each, until standard input ends."""
     answer_calls(Rival)
     os._exit(0)  # Mooncake's threads do not end by themselves.
 

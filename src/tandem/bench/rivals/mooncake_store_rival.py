@@ -155,7 +155,9 @@ class Rival:
         self._store.remove_all(True)  # True removes objects in spite of their leases.
 
     def measure(self, op: str, seconds: float) -> float:
-        """Return the median microseconds of a batch."""
+        """Put or get (``op``) the prepared batch of objects repeatedly for ``seconds``; return the
+        median microseconds of a batch.
+        """
         times: list[float] = []
         end = time.monotonic() + seconds
         while not times or time.monotonic() < end:
@@ -188,7 +190,7 @@ class Rival:
 
 
 def main() -> None:
-    """Answer calls until standard input ends."""
+    """Answer the benchmark's calls, one JSON line each, until standard input ends."""
     peer = answer_calls(Rival)
     peer.stop()
     os._exit(0)  # Mooncake's threads do not end by themselves.

@@ -176,7 +176,7 @@ class RivalProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End the process; idempotent."""
+        """End the peer's process; idempotent."""
         process = self._process
         self.resume()
         assert process.stdin is not None

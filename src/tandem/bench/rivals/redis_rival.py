@@ -90,7 +90,9 @@ class Rival:
         return self._client.mget(self._keys)
 
     def measure(self, op: str, seconds: float) -> float:
-        """Return the median microseconds of a batch; puts use new keys."""
+        """Put or get (``op``) the prepared batch of objects repeatedly for ``seconds``; return the
+        median microseconds of a batch. Puts use new keys.
+        """
         times: list[float] = []
         end = time.monotonic() + seconds
         while not times or time.monotonic() < end:
@@ -110,7 +112,7 @@ class Rival:
 
 
 def main() -> None:
-    """Answer calls until standard input ends."""
+    """Answer the benchmark's calls, one JSON line each, until standard input ends."""
     peer = answer_calls(Rival)
     peer.stop()
 

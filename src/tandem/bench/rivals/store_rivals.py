@@ -24,7 +24,7 @@ class Rival(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the rival in the record."""
+        """Name of the rival in the benchmark's record (the result of a case)."""
         ...
 
     def prepare(self, api: str, size: int, batch: int) -> None:

@@ -29,7 +29,7 @@ CHECK_TOKENS = 8
 
 
 class _Served:
-    """The engine with its adapters, loaded for the first case."""
+    """Our engine with its LoRA adapters, loaded for the first case."""
 
     def __init__(self, folder: Path, *, quick: bool) -> None:
         self._folder = folder
@@ -47,7 +47,7 @@ class _Served:
 
     @cached_property
     def adapters(self) -> list[str]:
-        """Digest of the adapter of each request."""
+        """Digest that names the LoRA adapter of each request."""
         table = self.driver.adapters
         generator = torch.Generator().manual_seed(1)
         digests: list[str] = []
@@ -92,7 +92,7 @@ class _Served:
 
 
 def make_adapter_cases(*, quick: bool) -> Iterator[BenchCase]:
-    """Yield a decode and a prefill case."""
+    """Yield the cases of serving with LoRA adapters: a decode and a prefill."""
     phases: tuple[Phase, ...] = ("decode", "prefill")
     with tempfile.TemporaryDirectory() as folder:
         served = _Served(Path(folder), quick=quick)

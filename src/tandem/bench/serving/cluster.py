@@ -1,14 +1,15 @@
 """`tandem bench cluster`: the gain from KV that outlives its request and its instance.
 
 - ``case=prefix``: the time to first token of a long prompt of which 15/16 are in the store, against
-computing all of it. Another instance computed the stored KV, so the case shows that a prefix
-computed on one instance is found by another. The ceiling is the same prompt with the 15/16 on the
-device. - ``case=chat``: several conversations take turns on a device that holds few of them. Per
-turn, the time to first token with the device's blocks alone (the baseline), with a store in memory,
-and with a store that has little memory and a large SSD. The name of the baseline carries the shares
-of prompt tokens that were cached. - ``case=interference``: the slowdown that long prompts cause to
-requests that are decoding, with prefill and decode on separate instances, against one instance on
-all cores (``interference.py``).
+  computing all of it. Another instance computed the stored KV, so the case shows that a prefix
+  computed on one instance is found by another. The ceiling is the same prompt with the 15/16 on the
+  device.
+- ``case=chat``: several conversations take turns on a device that holds few of them. Per turn, the
+  time to first token with the device's blocks alone (the baseline), with a store in memory, and
+  with a store that has little memory and a large SSD. The name of the baseline carries the shares
+  of prompt tokens that were cached.
+- ``case=interference``: the slowdown that long prompts cause to requests that are decoding, with
+  prefill and decode on separate instances, against one instance on all cores (``interference.py``).
 
 Both sides of the first two cases run in one process on the same engine, in turn; the store is a
 separate process. Before a time counts, the tokens must equal those of an engine without a store.
@@ -62,7 +63,7 @@ LOAD_ALWAYS = TierConfig(
 
 
 class _Store:
-    """A store in a child process."""
+    """The KV store (master and host) in a child process."""
 
     def __init__(self, folder: Path, memory_bytes: int, ssd: bool) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -94,8 +95,8 @@ class _Store:
 
 
 class _Gate:
-    """A ``BlockTransfers`` whose writes can be switched off, so that they do not disturb a
-    measurement.
+    """A ``BlockTransfers`` (what moves KV blocks between engine and store) whose writes can be
+    switched off, so that they do not disturb a measurement.
     """
 
     def __init__(self, tier: TierService) -> None:
@@ -153,7 +154,9 @@ class _Instance:
     def ask(
         self, prompt: list[int], num_tokens: int = 1, salt: str = ""
     ) -> tuple[float, list[int], int]:
-        """Return (milliseconds to the first token, tokens, cached tokens)."""
+        """Run one request; return (milliseconds to its first token, its tokens, the number of
+        prompt tokens that were cached).
+        """
         begin_s = time.perf_counter()
         request = AddRequest(
             request_id=str(next(self._ids)),
@@ -180,7 +183,7 @@ class _Instance:
         return first_s * 1e3, tokens, cached
 
     def settle(self, num_blocks: int) -> None:
-        """Wait until ``num_blocks`` blocks have been stored since the start."""
+        """Wait until ``num_blocks`` KV blocks have been written to the store since the start."""
         assert self.tier is not None
         self.engine.step()  # Reports the last full blocks.
         deadline_s = time.perf_counter() + START_TIMEOUT_S
@@ -271,7 +274,9 @@ class _Bench:
         )
 
     def chat_cases(self, tiers: str) -> Iterator[BenchCase]:
-        """Yield one case per turn; the device holds half of the conversations."""
+        """Yield one case per turn of several chats; the device's KV blocks hold half of the
+        conversations.
+        """
         turn_len = QUICK_TURN_LEN if self._quick else TURN_LEN
         total = NUM_TURNS * turn_len
         num_blocks = 4 * total // BLOCK + 16

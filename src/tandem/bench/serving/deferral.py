@@ -4,9 +4,7 @@ The texts are windows of Python source that the models were not trained on. The 
 window are a prompt, which defers no experts; the others are an answer. Ours is a figure of the
 answers with a number of deferred experts, the baseline the same figure with none; no time is
 measured. The demo model has two experts per token. A model with 8 of 32 experts per token is
-measured too if it exists; it is made by
-
-make deferral
+measured too if it exists; it is made by ``make deferral``.
 """
 
 import sysconfig
@@ -43,7 +41,7 @@ BLOCK_SIZE = 64
 
 
 class _Scores(NamedTuple):
-    """Figures over the tokens of all answers."""
+    """Figures over the tokens of all answers (the tokens of each text after its prompt)."""
 
     loss: float
     agreement: float
@@ -53,7 +51,9 @@ class _Scores(NamedTuple):
 
 
 class _Model:
-    """One model, which runs with any number of deferred experts."""
+    """One model, which runs with any number of deferred experts (whose outputs the next layer
+    adds).
+    """
 
     def __init__(self, folder: Path, num_windows: int) -> None:
         self._folder, self._num_windows = folder, num_windows
@@ -96,8 +96,8 @@ class _Model:
         return logits
 
     def score(self, num_deferred: int) -> _Scores:
-        """Return the figures with ``num_deferred`` deferred experts; each number is
-        computed once.
+        """Return the figures of the model with ``num_deferred`` deferred experts (whose outputs the
+        next layer adds); they are computed once for each number.
         """
         if num_deferred not in self._scores:
             ours = self._exact if num_deferred == 0 else self._compute(num_deferred)

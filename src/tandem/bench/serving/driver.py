@@ -52,7 +52,9 @@ DECODE_STEPS = 8
 
 
 class _TimedRule:
-    """A native gated delta rule that adds up the seconds of its calls."""
+    """A native gated delta rule (the operator of a recurrent layer) that adds up the seconds of its
+    calls.
+    """
 
     def __init__(self, rule: _native.GatedDelta) -> None:
         self._rule = rule
@@ -160,7 +162,9 @@ class EngineDriver:
         model.project = project
 
     def watch_rules(self) -> None:
-        """Make the gated delta rules of all layers measure their calls from now on."""
+        """Make the gated delta rules (the operators of the recurrent layers) of all layers measure
+        their calls from now on.
+        """
         for module in self._model.skeleton.modules():
             if isinstance(module, GatedDelta):
                 rule = _TimedRule(module.rule.native)
@@ -258,7 +262,7 @@ def _score_reference(folder: Path, prompt: list[int]) -> NDArray[np.float32]:
 
 
 class TransformersDriver:
-    """transformers with one experts implementation and dtype."""
+    """The rival: a model in transformers, with one experts implementation and dtype."""
 
     def __init__(self, folder: Path, experts: str, dtype: Dtype) -> None:
         self.name = f"transformers {experts} {dtype}"
@@ -282,7 +286,9 @@ class TransformersDriver:
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]]) -> tuple[torch.Tensor, DynamicCache]:
-        """Return the first token of each prompt, and the cache."""
+        """Run one forward pass over the prompts; return the first token of each, and the KV
+        cache.
+        """
         cache = DynamicCache(config=self._model.config)
         output = self._model(
             torch.tensor(prompts),
@@ -294,7 +300,7 @@ class TransformersDriver:
 
     @torch.inference_mode()
     def decode(self, tokens: torch.Tensor, cache: DynamicCache, steps: int) -> list[torch.Tensor]:
-        """Return the tokens of each step."""
+        """Run ``steps`` greedy decode steps after a prefill; return the tokens of each step."""
         out: list[torch.Tensor] = []
         for _ in range(steps):
             output = self._model(tokens[:, None], use_cache=True, **name_cache(self._model, cache))

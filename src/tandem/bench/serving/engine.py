@@ -83,7 +83,9 @@ class _Bench:
         return [TransformersDriver(self._folder, *kind) for kind in kinds]
 
     def case(self, model: str, dtype: Dtype, phase: Phase, batch: int) -> BenchCase:
-        """Return one case; loading, and choosing the fastest rival, are left to its check."""
+        """Return the case of one model, dtype, phase and batch; loading, and choosing the fastest
+        rival, are left to its check.
+        """
         length = PROMPT_LEN if phase == "prefill" else CONTEXT_LEN
         prompts: list[list[int]] = []
         chosen: list[tuple[TransformersDriver, int]] = []
@@ -120,7 +122,9 @@ class _Bench:
         )
 
     def around_case(self, batch: int) -> BenchCase:
-        """Return the case of a step whose model returns zeros."""
+        """Return the case of a decode step whose model returns zeros, so that only the work around
+        the model is measured.
+        """
         drivers: list[EngineDriver] = []
         prompts: list[list[int]] = []
 
@@ -165,7 +169,9 @@ class _Bench:
         return None if error < LARGEST_ERROR[dtype] else f"logits differ by {error:.4f}"
 
     def _measure_ceiling(self, phase: str, num_tokens: int) -> float:
-        """Return the milliseconds at the machine's limit, from one measurement of that limit."""
+        """Return the milliseconds of a phase (prefill or decode) at the machine's limit, from one
+        measurement of that limit.
+        """
         torch.set_num_threads(self.threads)
         if phase == "decode":
             weights = torch.ones(self.spec.num_active_parameters)

@@ -74,7 +74,7 @@ class _Bench:
         self._model: CausalModel | None = None
 
     def case(self, size: str, step: str) -> BenchCase:
-        """Return the case of a step; ``size`` is a part of its name."""
+        """Return the case of a step, a prefill or a decode; ``size`` is a part of its name."""
         state: dict[str, Any] = {}
 
         def check() -> str:
@@ -95,7 +95,8 @@ class _Bench:
         known = type(config).__dataclass_fields__.keys() | type(config).attribute_map.keys()
         values: dict[str, Any] = {k: v for k, v in self._sizes.items() if k in known}
         if "kv_lora_rank" in known:
-            # Here head_dim would be the rotated part alone, which has another field.
+            # In configurations with latent attention head_dim is only the rotated part of a head,
+            # which also has a field of its own.
             values.pop("head_dim", None)
         if getattr(config, "sliding_window", None) is None:
             values.pop("sliding_window", None)
@@ -150,7 +151,9 @@ def _time_best(function: Callable[[], object]) -> float:
 
 
 def _list_ends(model: CausalModel, batch: PagedBatch) -> list[Call]:
-    """Return the operator calls before and after the layers."""
+    """Return the operator calls of a step before and after its layers: embedding, last norm and
+    head.
+    """
     skeleton = model.skeleton
     hidden = skeleton.model.embed_tokens(batch.token_ids).index_select(0, batch.logit_rows)
     return [
@@ -167,7 +170,7 @@ def _replay(calls: list[Call]) -> None:
 
 
 class _RecordedCore:
-    """The native core, recording the calls of a step."""
+    """The native core (our C++ module), recording in ``calls`` the functions that a step calls."""
 
     def __init__(self, calls: list[Call]) -> None:
         self._calls = calls
@@ -184,7 +187,9 @@ class _RecordedCore:
 
 
 class _RecordedPlan:
-    """A planned attention, recording its calls."""
+    """A planned attention (the native operator, prepared for one batch), recording its calls in
+    ``calls``.
+    """
 
     def __init__(self, plan: _native.PlannedAttention, calls: list[Call]) -> None:
         self.attend = _note(plan.attend, calls)
@@ -201,7 +206,9 @@ def _note(function: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]
 
 @contextmanager
 def _record(calls: list[Call]) -> Iterator[None]:
-    """Record every operator call of a step inside the block."""
+    """Record every call of an operator that a step makes inside the ``with`` block, in
+    ``calls``.
+    """
     with ExitStack() as stack:
         stack.enter_context(patch.object(step_module, "_native", _RecordedCore(calls)))
         for kind, name in (

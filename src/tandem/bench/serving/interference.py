@@ -41,7 +41,9 @@ T = TypeVar("T")
 
 
 class _Serving:
-    """A cluster on its own event loop, which also runs between measurements."""
+    """A cluster that serves requests, on its own event loop, which also runs between
+    measurements.
+    """
 
     def __init__(self, model: Path, cache: str, weight_format: str, config: ClusterConfig) -> None:
         common = InstanceSpec(

@@ -52,7 +52,7 @@ def drop_pages(root: Path) -> None:
 
 
 class _Bench:
-    """The files of one shape, and both ways to load them."""
+    """The GGUF files of one model shape, and both ways to load them: our engine and llama.cpp."""
 
     def __init__(self, folder: Path, shape: dict[str, int]) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ class _Bench:
         return folder
 
     def file(self, kind: str) -> Path:
-        """Return the file of a type; the first call writes it."""
+        """Return the GGUF file with weights of a type; the first call writes it."""
         path = self._folder / f"{kind}.gguf"
         if not path.exists():
             with RivalProcess(self.python, "llama_cpp_rival.py", "llama.cpp") as peer:
@@ -87,12 +87,16 @@ class _Bench:
         return path
 
     def drop(self, kind: str) -> None:
-        """Evict the file of a type, and all packed weights, from the page cache."""
+        """Evict the GGUF file of a type, and all weights that our engine has packed, from the page
+        cache.
+        """
         drop_pages(self.file(kind))
         drop_pages(self._folder / "packed")
 
     def ours(self, kind: str, *, is_cached: bool) -> dict[str, Any]:
-        """Load with our engine in a new process; return its report."""
+        """Load the file of a type with our engine in a new process; return that process's
+        report.
+        """
         cache = str(self._folder / "packed") if is_cached else "off"
         prompt = ",".join(map(str, self.prompt))
         command = [
@@ -121,7 +125,9 @@ class _Bench:
         return seconds, logits
 
     def check(self, kind: str, *, is_cached: bool) -> str:
-        """Return ``ok``, or the error found in a load."""
+        """Load the file of a type on both sides; return ``ok``, or the error found in our logits or
+        memory.
+        """
         if is_cached:
             self.ours(kind, is_cached=True)  # Fills the cache of packed weights.
         ours = self.ours(kind, is_cached=is_cached)

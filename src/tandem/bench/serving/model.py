@@ -264,7 +264,9 @@ class _Bench:
         return path
 
     def find_rules(self, weight_format: str) -> Path | None:
-        """Return the rules for the head if the other matrices have fewer bits; otherwise None."""
+        """Return the file of rules that gives the head (the output matrix) its format if the other
+        matrices have fewer bits; otherwise None.
+        """
         return self.rules if self._linear_formats[weight_format].startswith("int4") else None
 
     @cached_property
@@ -286,7 +288,8 @@ class _Bench:
 
     @cached_property
     def reference(self) -> torch.Tensor | None:
-        """Logits of ``check_prompt`` by transformers, if that does not fit beside ours and a peer.
+        """Logits of ``check_prompt`` by transformers, computed in advance if that model does not
+        fit in memory beside ours and a peer; else None.
 
         Read this before loading either of them.
         """
@@ -340,7 +343,9 @@ class _Bench:
     def case(
         self, weight_format: str, phase: Phase, tokens: int, batch: int, peer: str | None
     ) -> BenchCase:
-        """Return a case against a peer by name; peer None means transformers."""
+        """Return the case of one weight format, phase and batch against a peer, such as llama.cpp;
+        peer None means transformers.
+        """
         prompts: list[list[int]] = []
 
         def find_rival() -> LlamaCpp | None:
@@ -537,14 +542,16 @@ def _list_cases(bench: _Bench, *, quick: bool, with_peers: bool) -> Iterator[Ben
 
 
 def _compare(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the error of the median token: a token whose experts nearly tie may differ
-    much more.
+    """Return the relative error of the median token's logits: a token whose experts nearly tie may
+    differ much more.
     """
     return ((got - want).norm(dim=-1) / want.norm(dim=-1)).median().item()
 
 
 def _check_memory(needed: int) -> None:
-    """Raise an error if memory is too small for both models."""
+    """Raise an error if fewer than ``needed`` bytes of memory are free, which both models (ours and
+    the rival's) take.
+    """
     free = _native.read_topology().memory_available_bytes
     if free < needed:
         raise CapacityError(

@@ -73,7 +73,9 @@ class _Bench:
         return self._ours[1]
 
     def predict(self, weight_format: str, phase: Phase, tokens: int, batch: int) -> float:
-        """Return the planner's milliseconds, from a calibration made now."""
+        """Return the milliseconds that the planner predicts for a step, from rates of this machine
+        that are measured now.
+        """
         self.calibrator.forget()
         self.calibrator.measure()
         now = self.calibrator.sum_up()

@@ -104,7 +104,9 @@ def write_random_gguf(path: Path, shape: Mapping[str, int], kind: str) -> None:
 
 
 class _RandomBlocks:
-    """Random bytes of tensors: norms are 1, and matrices keep the size of activations."""
+    """Makes random bytes for the tensors of a GGUF file: norms are 1, and matrices keep the size of
+    activations.
+    """
 
     def __init__(self) -> None:
         self._rng = np.random.default_rng(0)
@@ -142,7 +144,7 @@ class _RandomBlocks:
 
 
 class _Stored:
-    """One file; each side loads it for the first case that needs it."""
+    """One GGUF file; our engine and each peer load it for the first case that needs it."""
 
     def __init__(self, folder: Path, shape: Mapping[str, int], kind: str) -> None:
         self._folder = folder

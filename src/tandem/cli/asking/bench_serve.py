@@ -31,7 +31,7 @@ __all__ = ["serve"]
 
 
 class Dataset(StrEnum):
-    """The workloads."""
+    """The workloads (kinds of prompts and answers) that a load on a server can have."""
 
     RANDOM = "random"
     SHARED_PREFIX = "generated-shared-prefix"
@@ -41,7 +41,7 @@ class Dataset(StrEnum):
 
 
 class EndpointName(StrEnum):
-    """The endpoints that can be measured."""
+    """The endpoints of a server whose latencies can be measured."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"

@@ -112,7 +112,9 @@ def _answer(
     echo: bool,
     is_kept: bool,
 ) -> StreamResult:
-    """Stream one answer. Ctrl-C ends the answer; if ``is_kept``, the conversation goes on."""
+    """Stream one answer to the terminal. Ctrl-C ends the answer; if ``is_kept``, the conversation
+    goes on.
+    """
     body = {"messages": messages, **{k: v for k, v in options.items() if v is not None}}
     begin_s = time.perf_counter()
     result = StreamResult()

@@ -35,7 +35,9 @@ class _Choice(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct):
-    """The fields of an event that are read, from either endpoint of any server with this API."""
+    """The fields of a stream's event that are read here; they are the same for both endpoints of
+    any server with this API.
+    """
 
     choices: list[_Choice]
     usage: _Usage | None = None

@@ -98,7 +98,7 @@ class NumaReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of the machine, and the limit of the control group."""
+    """Memory of the machine, and the limit that the process's control group sets."""
 
     total_bytes: int
     available_bytes: int
@@ -444,7 +444,7 @@ def measure_peer(address: str, secret_file: Path) -> "PathReport":
 
 
 def render_path(report: "PathReport") -> Table:
-    """Return the measurements of a path as a table for a terminal."""
+    """Return the measurements of a network path as a table for a terminal."""
     title = f"{report.name} at {report.peer}: round trip {report.round_trip_us:.0f} us"
     if report.buffer is None:
         title += "; it offers no buffer to read, so no transport was measured"

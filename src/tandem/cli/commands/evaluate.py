@@ -125,7 +125,9 @@ def adapts_experts(adapter: Path) -> bool:
 
 
 def _load_tuned(adapter: Path) -> "Callable[[ModelConfig], EvaluatedModel]":
-    """Return a function that loads the model with an adapter of any kind, as in training."""
+    """Return a function that loads the model with an adapter of any kind, by the code that trains
+    it and not as it is served.
+    """
     require_extra("finetune", "peft")
     from tandem.finetune.tuned import TunedModel
 

@@ -70,7 +70,7 @@ def _read(reply: "httpx.Response") -> str:
 
 
 def render_timeline(timeline: RequestTimeline) -> str:
-    """Return a timeline as text: a waterfall of phases, and reasons in words."""
+    """Return a request's timeline as text: a waterfall of phases, and reasons in words."""
     state = "ended" if timeline.is_ended else "in flight"
     lines = [f"{timeline.id}  {timeline.path}  {state} after {_time(timeline.age_s)}"]
     if timeline.request_id not in timeline.id:
@@ -108,8 +108,8 @@ def _render_choice(timeline: RequestTimeline, choice: ChoiceTimeline) -> list[st
 
 
 def _find_begin(told: InstanceTimeline) -> float:
-    """Return the time at which an instance began to compute, or would have; used to sort prefill
-    before decode.
+    """Return the time at which an instance began to compute a request, or would have; timelines are
+    sorted by it, prefill before decode.
     """
     return told.sent_s + (told.age_s if told.admitted_s is None else told.admitted_s)
 
@@ -189,7 +189,7 @@ def _render_facts(told: InstanceTimeline) -> list[str]:
 
 
 def _row(name: str, begin_s: float, end_s: float, total_s: float) -> str:
-    """Return a line of the waterfall: the begin and duration of a phase, and a bar."""
+    """Return a line of the waterfall: a phase's name, begin and duration, and a bar."""
     scale = BAR_WIDTH / total_s if total_s > 0 else 0.0
     first = min(int(begin_s * scale), BAR_WIDTH - 1)
     length = max(min(round(end_s * scale), BAR_WIDTH) - first, 1)

@@ -98,7 +98,7 @@ def _show_prediction(recipe: "Recipe", *, json: bool) -> None:
 
 
 def render_prediction(predicted: "RunPrediction") -> str:
-    """Return the sentences printed below the table of predicted memory."""
+    """Return the sentences that are printed below the table of a run's predicted memory."""
     data = predicted.data
     lines = [
         f"{data.num_rows} rows, {data.num_tokens} tokens, the longest row {data.longest}; "

@@ -193,7 +193,7 @@ def plan(
 
 
 def _show_modules(settings: Config, rules: Path | None, device: str, *, json: bool) -> None:
-    """Print the rule and operator of each module."""
+    """Print, for each module of the model, the rule that applies and the operator that it gives."""
     from tandem.models.loading.hub import resolve_folder
     from tandem.models.planning.plan_report import render_plan
     from tandem.models.planning.planner import plan_model
@@ -217,8 +217,8 @@ def _show_modules(settings: Config, rules: Path | None, device: str, *, json: bo
 
 
 def _tell_fit(planned: Any) -> str:
-    """Return a sentence: if the model fits the memory that is free here, and how much KV beside
-    it.
+    """Return a sentence that says whether the model fits the memory that is free here, and how much
+    KV fits beside it.
     """
     from tandem._native import read_topology
     from tandem.engine.config import EngineConfig
@@ -238,7 +238,7 @@ def _tell_fit(planned: Any) -> str:
 
 
 def _check_wishes(**fields: Any) -> Any:
-    """Return a ``Wishes`` of these fields, checked.
+    """Return a ``Wishes`` (what the user wants of a placement) of these fields, checked.
 
     Raises: ConfigError, which names the flag.
     """

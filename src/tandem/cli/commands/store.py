@@ -327,8 +327,8 @@ def _connect(config: Path | None, flags: dict[str, Any]) -> "Iterator[StoreClien
 
 
 async def _join(service: "HostService") -> None:
-    """Wait until a master has accepted the host; if that takes long, print which master it waits
-    for.
+    """Wait until a master of the store has accepted the host; if that takes long, print which
+    master it waits for.
     """
     joined = service.host.is_joined
     with contextlib.suppress(TimeoutError):

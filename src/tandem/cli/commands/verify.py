@@ -59,7 +59,9 @@ def verify(
 
 
 def render_own(proof: "OwnProof") -> str:
-    """Return the proof of a model that runs by transformers' own modules, as text."""
+    """Return, as text, how a model that runs by transformers' own modules, with their cache,
+    compared with transformers' eager code (its proof).
+    """
     outcome = "proved" if proof.is_proved else f"NOT proved: {proof.problem}"
     lines = [f"{proof.model_type} by transformers' own modules, {proof.transformers}: {outcome}"]
     for check in proof.checks:
@@ -69,7 +71,9 @@ def render_own(proof: "OwnProof") -> str:
 
 
 def render_proof(proof: "Proof") -> str:
-    """Return the proof of a model that runs by our operators, as text."""
+    """Return, as text, how our operators compared with transformers' eager code (the proof of a
+    model).
+    """
     outcome = "proved" if proof.is_proved else f"NOT proved: {proof.problem}"
     lines = [
         f"{proof.architecture or proof.model_type}, transformers {proof.transformers}: {outcome}"

@@ -11,7 +11,7 @@ Rows = Sequence[tuple[str, str, str]]
 
 
 def print_choices(rows: Rows, rejected: Rows) -> None:
-    """Print choices with their reasons, and rejected ones if there are any."""
+    """Print the choices of a plan with their reasons and, if there are any, the rejected ones."""
     print_table(("what", "value", "why"), rows)
     if rejected:
         sys.stdout.write("\n")

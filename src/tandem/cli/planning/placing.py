@@ -50,7 +50,7 @@ MAX_CONFIG_BYTES = 1 << 22
 
 
 def is_known_model(name: str) -> bool:
-    """Return True if the catalog has a model of this name and no folder has it."""
+    """Return True if ``name`` is a model of the catalog of known configurations, and no folder."""
     return name in list_models() and not Path(name).exists()
 
 

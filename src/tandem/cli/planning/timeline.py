@@ -43,7 +43,9 @@ td:first-child, th:first-child { text-align: left; }
 
 
 class Lane(NamedTuple):
-    """A worker in a decode step (GPU, CPU or link), with the share of time that it is busy."""
+    """A worker in a decode step (GPU, CPU or the link between them), with the share of time that it
+    is busy.
+    """
 
     name: str
     busy: float
@@ -53,7 +55,9 @@ class Lane(NamedTuple):
 
 
 class _NoStep:
-    """A placeholder for a step, or for experts, that the simulated device never calls."""
+    """A placeholder for a step, or for experts, in a call of the simulated device, which never runs
+    it.
+    """
 
     def __getattr__(self, name: str) -> object:
         raise AssertionError(f"{name} was called on a device that only keeps a clock")
@@ -98,7 +102,8 @@ def run_step(
     handover = max(time.parts.handover for time in layers)
     device = TimelineDevice(
         count,
-        # Copies take no time of their own: the planner's hand-over time includes them.
+        # Copies between GPU and CPU take no time of their own on the simulated link: the time that
+        # the planner predicts for the hand-over includes them.
         link_bytes_per_s=float("inf"),
         launch_s=LAUNCH_S,
         handover_s=handover / 2,
@@ -121,7 +126,8 @@ def run_step(
 
 
 def list_lanes(device: TimelineDevice, planned: StepTime) -> list[Lane]:
-    """Return the busy shares of a step, by the simulated run and by the planner.
+    """Return how busy each worker (GPU, CPU, link) is in a step, by the simulated run and by the
+    planner.
 
     Args:
         device: device on which the step has run.
@@ -136,7 +142,8 @@ def list_lanes(device: TimelineDevice, planned: StepTime) -> list[Lane]:
 
 
 def render_timeline(plan: Plan, spec: HardwareSpec, shape: ModelShape, eff: Efficiencies) -> str:
-    """Return the picture as an HTML page, without scripts and external resources.
+    """Return the timeline of a decode step, simulated by this plan, as an HTML page without scripts
+    and external resources.
 
     Args:
         plan: plan of the model on the machine.

@@ -17,7 +17,7 @@ __all__ = ["ToldServer", "calibrate"]
 
 
 class ToldServer(msgspec.Struct, kw_only=True):
-    """The part of ``/server_info`` that is used here."""
+    """The part of a server's ``/server_info`` from which a calibration is written."""
 
     instances: list[InstanceStatus]
     instance: InstanceInfo | None

@@ -133,7 +133,7 @@ def _find_model(name: str, scratch: Path) -> str:
 
 
 class _Live:
-    """A live server that was started for a comparison."""
+    """A live server, started to compare its latencies with simulated ones."""
 
     def __init__(self, client: Any, key: str) -> None:
         self._client, self._key = client, key

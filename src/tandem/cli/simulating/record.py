@@ -76,7 +76,7 @@ def record(
 
 
 def write_rows(path: Path, rows: list[TraceRow]) -> None:
-    """Write a trace in order of arrival, with times from the first arrival."""
+    """Write the requests of a trace in order of arrival, with times from the first arrival."""
     ordered = sorted(rows, key=lambda row: row.timestamp)
     begin = ordered[0].timestamp if ordered else 0.0
     with path.open("wb") as file:

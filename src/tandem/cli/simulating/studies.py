@@ -26,7 +26,7 @@ SetOption = Annotated[
 
 
 class Figure(StrEnum):
-    """The figures that a sweep can draw."""
+    """The diagrams (goodput, time to first token) that a sweep of simulations can draw."""
 
     GOODPUT = "goodput"
     TTFT = "ttft"

@@ -33,13 +33,13 @@ class MooncakePolicy:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the row with the least predicted time to first token."""
+        """Return the row of the instance with the least predicted time to first token."""
         return int(rows[int(parts.total_s[rows].argmin())])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return the row with the least predicted time between tokens."""
+        """Return the row of the instance with the least predicted time between tokens."""
         # Compute all rows, because selecting rows from each column would take longer.
         tpot_s = predict_tpot(fleet, slice(None), question.prompt_len, question.max_tokens)
         return int(rows[int(tpot_s[rows].argmin())])
@@ -48,4 +48,4 @@ class MooncakePolicy:
         """Do nothing: the policy remembers no decisions."""
 
     def forget(self, row: int) -> None:
-        """Do nothing: the policy remembers nothing of a row."""
+        """Do nothing: the policy remembers nothing of an instance."""

@@ -38,7 +38,8 @@ class Question:
 
 
 class Policy(Protocol):
-    """A rule that chooses among instances. Pure: equal calls in equal order give equal choices.
+    """A rule that chooses among instances, each a row of the fleet. Pure: equal calls in equal
+    order give equal choices.
 
     ``rows`` are the rows to choose from, at least one. ``hits`` has an entry for every row of the
     fleet: the number of the prompt's tokens whose KV that instance is known to have. Neither may be
@@ -52,7 +53,8 @@ class Policy(Protocol):
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the row that computes the prompt; a unified instance then decodes too.
+        """Return the row of the instance that computes the prompt; a unified instance then decodes
+        too.
 
         ``parts`` has the predicted times of every row, with loads considered according to
         ``threshold``.
@@ -62,13 +64,15 @@ class Policy(Protocol):
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return the row that decodes after another instance's prefill."""
+        """Return the row of the instance that decodes after another instance's prefill."""
         ...
 
     def note_placed(self, question: Question, row: int) -> None:
-        """Record that a request's prompt was sent to a row."""
+        """Record that a request's prompt was sent to the instance in a row."""
         ...
 
     def forget(self, row: int) -> None:
-        """Drop what is remembered of a row, because its instance has restarted or left."""
+        """Drop what is remembered of a row of the fleet, because its instance has restarted or
+        left.
+        """
         ...

@@ -39,7 +39,9 @@ class SglangCacheAware:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the row with the longest prefix, or the least loaded one if loads differ much."""
+        """Return the row of the instance with the longest known prefix, or the least loaded one if
+        loads differ much.
+        """
         loads = fleet.num_requests[rows]
         least, most = loads.min(), loads.max()
         if most - least > self.BALANCE_ABS and most > self.BALANCE_REL * least:
@@ -53,11 +55,13 @@ class SglangCacheAware:
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return the row with the fewest requests."""
+        """Return the row of the instance with the fewest requests."""
         return int(rows[int(np.argmin(fleet.num_requests[rows]))])
 
     def note_placed(self, question: Question, row: int) -> None:
-        """Insert the prompt's blocks into the row's tree."""
+        """Insert the prompt's blocks into the tree (the known prefixes) of the instance in a
+        row.
+        """
         hits = np.zeros(row + 1, np.int64)
         for chain in question.chains:
             self._tree.match(chain, hits)
@@ -66,7 +70,7 @@ class SglangCacheAware:
         self._sizes[row] = self._sizes.get(row, 0) + fresh
 
     def forget(self, row: int) -> None:
-        """Forget the row's tree."""
+        """Forget which prefixes were sent to the instance of a row, as it has restarted or left."""
         self._tree.note_cleared(row)
         self._sizes.pop(row, None)
 
@@ -91,7 +95,9 @@ class DynamoCost:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the row with the least sum of blocks to prefill and to decode."""
+        """Return the row of the instance with the least sum of blocks to prefill and blocks in use
+        for decode.
+        """
         size = fleet.block_size[rows]
         incoming = question.prompt_len / size
         prefill = fleet.queued_tokens[rows] / size + incoming - hits[rows] / size
@@ -101,11 +107,13 @@ class DynamoCost:
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return the row with the least cost, without credit for blocks that it holds."""
+        """Return the row of the instance whose decodes use the fewest blocks; blocks of the prompt
+        that it holds give no credit.
+        """
         return int(rows[int(np.argmin(fleet.decode_tokens[rows] / fleet.block_size[rows]))])
 
     def note_placed(self, question: Question, row: int) -> None:
         """Do nothing: the policy remembers no decisions."""
 
     def forget(self, row: int) -> None:
-        """Do nothing: the policy remembers nothing of a row."""
+        """Do nothing: the policy remembers nothing of an instance."""

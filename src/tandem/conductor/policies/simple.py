@@ -14,7 +14,7 @@ __all__ = ["LeastLoaded", "PrefixAware", "RandomChoice", "RoundRobin"]
 
 
 class RandomChoice:
-    """A random instance, all with equal probability.
+    """The policy that chooses a random instance, all with equal probability.
 
     Args:
         seed: seed of its own random numbers (splitmix64), so that a run can be repeated.
@@ -28,20 +28,20 @@ class RandomChoice:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return a random row."""
+        """Return a random one of ``rows``, each an instance's row in the fleet."""
         return int(rows[self._draw() % len(rows)])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return a random row."""
+        """Return a random one of ``rows``, each an instance's row in the fleet."""
         return int(rows[self._draw() % len(rows)])
 
     def note_placed(self, question: Question, row: int) -> None:
         """Do nothing: the policy remembers no decisions."""
 
     def forget(self, row: int) -> None:
-        """Do nothing: the policy remembers nothing of a row."""
+        """Do nothing: the policy remembers nothing of an instance."""
 
     def _draw(self) -> int:
         mask = (1 << 64) - 1
@@ -53,8 +53,8 @@ class RandomChoice:
 
 
 class RoundRobin:
-    """One instance after the other, in the order of rows; prefill and decode are counted
-    separately.
+    """The policy that chooses one instance after the other, in the order of rows; prefill and
+    decode are counted separately.
     """
 
     threshold = math.inf
@@ -65,22 +65,22 @@ class RoundRobin:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the next row in turn for prefill."""
+        """Return the row of the instance whose turn it is to prefill."""
         self._last_prefill = _find_next(rows, self._last_prefill)
         return self._last_prefill
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return the next row in turn for decode."""
+        """Return the row of the instance whose turn it is to decode."""
         self._last_decode = _find_next(rows, self._last_decode)
         return self._last_decode
 
     def note_placed(self, question: Question, row: int) -> None:
-        """Do nothing: the turn was advanced by the choice."""
+        """Do nothing: ``choose_prefill`` has advanced the turn already."""
 
     def forget(self, row: int) -> None:
-        """Do nothing: the policy remembers nothing of a row."""
+        """Do nothing: the policy remembers nothing of an instance."""
 
 
 def _find_next(rows: IntColumn, last: int) -> int:
@@ -89,8 +89,8 @@ def _find_next(rows: IntColumn, last: int) -> int:
 
 
 class LeastLoaded:
-    """The instance with the fewest tokens to compute; for decode, the one with the fewest
-    decodes.
+    """The policy that chooses the instance with the fewest tokens to compute; for decode, the one
+    with the fewest decoding requests.
     """
 
     threshold = math.inf
@@ -98,24 +98,25 @@ class LeastLoaded:
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the row with the fewest queued tokens."""
+        """Return the row of the instance with the fewest queued tokens."""
         return _find_least(rows, fleet.queued_tokens[rows], fleet.num_decoding[rows])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return the row with the fewest decoding requests."""
+        """Return the row of the instance with the fewest decoding requests."""
         return _find_least(rows, fleet.num_decoding[rows], fleet.used_blocks[rows])
 
     def note_placed(self, question: Question, row: int) -> None:
         """Do nothing: the policy remembers no decisions."""
 
     def forget(self, row: int) -> None:
-        """Do nothing: the policy remembers nothing of a row."""
+        """Do nothing: the policy remembers nothing of an instance."""
 
 
 class PrefixAware(LeastLoaded):
-    """The least loaded instance, where tokens whose KV it already has count as computed.
+    """The policy that chooses the least loaded instance, where tokens whose KV it already has count
+    as computed.
 
     A decode instance need not read blocks that it has, and they take no further room.
     """
@@ -123,15 +124,17 @@ class PrefixAware(LeastLoaded):
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
-        """Return the row with the fewest tokens to compute, after its cached prefix of the
-        prompt.
+        """Return the row of the instance with the fewest tokens to compute, where the part of the
+        prompt that it has cached does not count.
         """
         return _find_least(rows, fleet.queued_tokens[rows] - hits[rows], fleet.num_decoding[rows])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
-        """Return the row with the least load, counting only blocks that it does not hold."""
+        """Return the row of the instance with the fewest decoding requests; among equals, the one
+        with the fewest used blocks, less the blocks of the prompt that it has already.
+        """
         needed = fleet.used_blocks[rows] - hits[rows] // fleet.block_size[rows]
         return _find_least(rows, fleet.num_decoding[rows], needed)
 
@@ -139,8 +142,8 @@ class PrefixAware(LeastLoaded):
 def _find_least(
     rows: IntColumn, first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]
 ) -> int:
-    """Return the row with the least ``first``; among equals, with the least ``second``, then the
-    lowest.
+    """Return that of ``rows`` for which ``first`` is least; among equals, the one with the least
+    ``second``, then the lowest row. Both arrays have one entry for each of ``rows``.
     """
     least = first.min()
     ties = np.flatnonzero(first == least)

@@ -22,7 +22,7 @@ class Objectives(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def is_set(self) -> bool:
-        """True if there is any limit."""
+        """True if any latency has a limit."""
         return any(limit is not None for limit in (self.ttft, self.tpot, self.tbt, self.e2el))
 
     def are_kept(self, record: RequestRecord) -> bool:
@@ -123,8 +123,8 @@ def summarise(
 
 
 def _find_peak(records: Sequence[RequestRecord], begin: float) -> float:
-    """Return the largest number of tokens in one second; an answer's events count equal shares of
-    it.
+    """Return the largest number of output tokens in one second of a run. The tokens of an answer
+    count as spread equally over its events.
     """
     weights: dict[int, float] = {}
     for record in records:

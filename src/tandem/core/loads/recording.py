@@ -17,7 +17,7 @@ _DIGEST_BYTES = 16
 
 
 class TraceHasher:
-    """The distinct prefixes of one recording, and their hash ids.
+    """The distinct prefixes of the prompts in one recording of a trace, and their hash ids.
 
     Args:
         secret: random key of the recording, forgotten at its end.

@@ -55,7 +55,8 @@ def read_rows(path: Path) -> Iterator[TraceRow]:
 
 
 def check_divisor(divisor: int, block_tokens: int = BLOCK_TOKENS) -> int:
-    """Return the number of tokens per hash id in a trace whose lengths are divided by ``divisor``.
+    """Return the number of tokens per hash id (one for each prefix) in a trace whose lengths are
+    divided by ``divisor``.
 
     Raises: ConfigError (``block_tokens`` is not a multiple of it).
     """
@@ -66,7 +67,9 @@ def check_divisor(divisor: int, block_tokens: int = BLOCK_TOKENS) -> int:
 
 
 def shrink_rows(rows: Iterable[TraceRow], divisor: int) -> Iterator[TraceRow]:
-    """Yield rows with all lengths divided by ``divisor``, for a small model; at least 1."""
+    """Yield a trace's requests with their lengths in tokens divided by ``divisor``, to at least 1,
+    for a small model.
+    """
     for row in rows:
         if divisor == 1:
             yield row

@@ -71,12 +71,14 @@ class Activation(msgspec.Struct, frozen=True):
 
     @property
     def bound(self) -> float:
-        """The limit as a number; infinity if there is none."""
+        """The limit of gate and up as a number; infinity if there is none."""
         return math.inf if self.limit is None else self.limit
 
     @property
     def is_plain(self) -> bool:
-        """True if it is ``f(g) * u``, the form that dense MLPs support."""
+        """True if it is ``f(g) * u`` without limit, factor or offset, the form that dense MLPs
+        support.
+        """
         return self == Activation(self.name)
 
 
@@ -133,7 +135,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class RotarySpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="rotary"):
-    """The rotary embeddings of a model."""
+    """The rotary embeddings of a model, by type of layer."""
 
     ropes: dict[str, RopeSpec]
     """RoPE parameters by type of layer; under the empty name if all layers share them. If some
@@ -241,7 +243,9 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
     @property
     def num_projected(self) -> int:
-        """Number of outputs of the projections: queries, output gates, keys and values."""
+        """Number of outputs of the layer's projections together: queries, output gates, keys and
+        values.
+        """
         queries = self.num_heads * self.head_dim * (2 if self.has_out_gate else 1)
         if self.shares_kv_of >= 0:
             return queries
@@ -250,7 +254,7 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
     @property
     def is_full_norm(self) -> bool:
-        """True if the norm of queries is over all heads together."""
+        """True if queries are normalized over all heads together, not head by head."""
         return self.qk_norm is not None and self.qk_norm.size != self.head_dim
 
 
@@ -271,7 +275,7 @@ class IndexSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scale(self) -> float:
-        """Factor on the scores: 1 / sqrt(dim * num_heads)."""
+        """Factor on the index's scores of tokens: 1 / sqrt(dim * num_heads)."""
         return float(self.dim**-0.5 * self.num_heads**-0.5)
 
 
@@ -321,7 +325,9 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
     @property
     def key(self) -> int:
-        """Number of elements of one token in the KV cache."""
+        """Number of elements that one token has in the KV cache: the latent and the rotated
+        part.
+        """
         return self.rank + self.rope
 
     @property
@@ -411,8 +417,8 @@ class LinearSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 class FrozenLinearSpec(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frozen_linear"
 ):
-    """A linear layer whose matrix [N, K] is packed and not trained, while adapters are; perhaps
-    with bias.
+    """A linear layer in training whose matrix [N, K] is packed and stays as it is, while LoRA
+    adapters on it are trained; perhaps with bias.
     """
 
     in_features: PositiveInt
@@ -423,8 +429,8 @@ class FrozenLinearSpec(
 class FrozenGatedDeltaSpec(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="frozen_gated_delta"
 ):
-    """A gated delta rule that runs by transformers' module, with a native gradient of its
-    recurrence.
+    """A gated delta rule in training that runs by transformers' module, whose recurrence has a
+    native gradient.
     """
 
     rule: GatedDeltaSpec | KimiDeltaSpec
@@ -469,7 +475,7 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
 
     @property
     def num_up_rows(self) -> int:
-        """Number of rows of gate and up together."""
+        """Number of rows of the gate and up matrices together."""
         return (1 + self.is_gated) * self.intermediate_size
 
 
@@ -514,7 +520,9 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
 
     @property
     def gate_up_rows(self) -> tuple[slice, slice]:
-        """Positions of gate's and of up's outputs in the checkpoint's joint matrix."""
+        """Positions of the gate's and of the up projection's outputs in the checkpoint's joint
+        matrix.
+        """
         if self.is_transposed and not self.has_halves:
             return slice(0, None, 2), slice(1, None, 2)
         return slice(0, self.intermediate_size), slice(self.intermediate_size, None)
@@ -537,7 +545,9 @@ class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 class DecoderLayerSpec(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="decoder_layer"
 ):
-    """A decoder layer all of whose parts are operators of ours."""
+    """A decoder layer all of whose parts run by operators of ours (not by transformers'
+    modules).
+    """
 
     norms: tuple[str, str, str, str]
     """Names of four norms: before and after attention, before and after the MLP; empty: no such

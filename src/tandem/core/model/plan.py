@@ -126,14 +126,16 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kind(self) -> "LayerSpec":
-        """This layer without index, matrices and adapters: equal for layers that compute the
-        same.
+        """This layer without what differs from layer to layer (index, matrices, adapters), so that
+        layers that compute the same are equal.
         """
         return msgspec.structs.replace(self, index=0, matrices=(), adapters=())
 
 
 class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The operator that replaces one module of the skeleton, or the reason why the module stays."""
+    """The decision on one module of the skeleton (the model as transformers builds it): the
+    operator that replaces it, or the reason why it stays.
+    """
 
     module: str
     """Dotted path of the module."""
@@ -167,7 +169,7 @@ class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertTierPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory that caches routed experts, which lie on disk."""
+    """The memory that caches routed experts of a model whose experts lie on disk."""
 
     num_slots: PositiveInt
     """Number of experts of each layer that fit in memory."""
@@ -191,7 +193,9 @@ class ExpertTierPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the slots of all layers and of the places for experts that are not kept."""
+        """Bytes of the slots that keep experts of all layers, and of the places for experts used
+        once.
+        """
         return (self.num_slots * self.num_layers + self.num_staged) * self.slot_bytes
 
 
@@ -218,7 +222,7 @@ class OwnModules(msgspec.Struct, frozen=True, kw_only=True):
         return self.piece < WHOLE_PROMPT
 
     def describe(self) -> str:
-        """Return in words into which pieces a prompt is cut."""
+        """Return in words the pieces in which a prompt is computed."""
         if not self.is_cut:
             return "a prompt at once"
         return "token by token" if self.piece == 1 else f"in pieces of {self.piece} tokens"
@@ -292,15 +296,17 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of weights in memory: for experts on disk, their slots."""
+        """Bytes of weights in memory; of experts on disk, only the memory that caches them
+        counts.
+        """
         if self.tier is None:
             return self.weight_bytes
         return self.weight_bytes - self.expert_bytes + self.tier.size_bytes
 
     @property
     def stored_bytes(self) -> tuple[int, int]:
-        """Bytes in memory, and bytes in the checkpoint, of matrices that the checkpoint has
-        quantized.
+        """Bytes in memory, and bytes in the checkpoint, of those matrices that are quantized in the
+        checkpoint.
 
         Embedding and routers are left out.
         """
@@ -336,5 +342,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def formats(self) -> dict[str, str]:
-        """Weight format by module, for modules with matrices in a format."""
+        """Weight format by module path, for modules whose operator stores matrices in such a
+        format.
+        """
         return {m.module: m.weight_format for m in self.modules if m.weight_format != NO_FORMAT}

@@ -150,7 +150,7 @@ class ClusterAdapters:
             return info
 
     async def unload(self, name: str) -> AdapterInfo:
-        """Stop accepting requests for a name; requests that run continue.
+        """Stop accepting requests for the adapter of this name; requests that run continue.
 
         Raises: NotFoundError.
         """
@@ -171,13 +171,15 @@ class ClusterAdapters:
             self._run(self._bring_in_line(member))
 
     def note_end(self, request: AddRequest) -> None:
-        """Free an adapter that is no longer served when its last request has ended."""
+        """Record that a request has ended. If it was the last one of an adapter that is no longer
+        served, the adapter is freed.
+        """
         digest = request.adapter
         if digest in self._leaving and not self._count_live(digest):
             self._run(self._unload(digest))
 
     async def close(self) -> None:
-        """Cancel the loads in progress."""
+        """Cancel the loads of adapters in progress."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -199,8 +201,8 @@ class ClusterAdapters:
         if self._is_wanted(digest):
             return
         if self._count_live(digest):
-            # Keep the adapter: a live request may move to another instance, which then needs the
-            # adapter.
+            # Let the instances keep the adapter for now: a live request uses it and may move to
+            # another instance, which then needs it.
             self._leaving.add(digest)
         else:
             await self._unload_everywhere(digest)
@@ -242,8 +244,8 @@ class ClusterAdapters:
                     )
 
     async def _withdraw(self, lost: Mapping[str, TandemError]) -> None:
-        """Stop serving adapters that an instance failed to load: each served name is served
-        everywhere.
+        """Stop serving adapters that an instance has failed to load, since a served adapter must be
+        on every instance.
 
         This happens if their files were replaced or removed after they were first loaded. New
         content under the same name is another model, so the administrator must load it explicitly.

@@ -130,7 +130,9 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
 
 
 def _offset_events(config: KvEventConfig, index: int) -> KvEventConfig:
-    """Give each instance its own addresses, as vLLM does for its ranks: the port plus the index."""
+    """Give each instance its own addresses for KV events, as vLLM does for its ranks: the
+    configured port plus the instance's index.
+    """
     return msgspec.structs.replace(
         config,
         endpoint=_offset_endpoint(config.endpoint, index),
@@ -299,7 +301,9 @@ class ClusterClient:
 
     @property
     def last_info(self) -> InstanceInfo | None:
-        """Facts of the instance that serves, or of the one that served last."""
+        """Facts of the instance that serves, or of the one that served last; None before the
+        first.
+        """
         return self._last_info
 
     @property
@@ -349,13 +353,15 @@ class ClusterClient:
 
     @property
     def fallbacks(self) -> dict[str, int]:
-        """Number of times since start that requests moved to another instance, by reason."""
+        """Number of times since start that requests moved to another instance because of a failure,
+        by reason.
+        """
         return dict(self._dispatcher.fallbacks)
 
     @property
     def margins(self) -> dict[str, float]:
-        """Factors by which admission multiplies predicted times, by kind of time: ``ttft`` and
-        ``tpot``.
+        """Safety factors by which the conductor's admission multiplies predicted times, by kind of
+        time: ``ttft`` (time to first token) and ``tpot`` (time per output token).
         """
         now_s = asyncio.get_running_loop().time()
         admission = self._dispatcher.conductor.admission
@@ -450,7 +456,9 @@ class ClusterClient:
         return self._add_predictions(found)
 
     def _add_predictions(self, found: list[InstanceTimeline]) -> list[InstanceTimeline]:
-        """Add the times predicted for each request to its first timeline entry."""
+        """Add to each request's first timeline what the conductor predicted for the instances it
+        compared, and the real time to the first token.
+        """
         seen: set[str] = set()
         told: list[InstanceTimeline] = []
         for each in found:
@@ -493,7 +501,9 @@ class ClusterClient:
         await asyncio.gather(*(member.supervisor.sleep() for member in self._members))
 
     async def evict(self) -> None:
-        """Discard the weights that ``sleep`` has kept in memory for a fast start."""
+        """Discard what ``sleep`` has kept for a fast start: processes started in advance and mapped
+        weights.
+        """
         await asyncio.gather(*(member.supervisor.evict() for member in self._members))
 
     async def wake(self) -> InstanceInfo:
@@ -506,8 +516,8 @@ class ClusterClient:
         try:
             if self._was_ready:
                 await asyncio.gather(*waking)
-            # On the first start do not await the tasks: ``wait_ready`` reports failed starts, and
-            # members whose start is staggered have not begun yet.
+            # On the first start do not await the tasks that start the members: ``wait_ready``
+            # reports failed starts, and members whose start is staggered have not begun yet.
             return await self.wait_ready()
         finally:
             for task in waking:
@@ -540,8 +550,8 @@ class ClusterClient:
             self._note_change(other)
 
     async def _keep_balanced(self) -> None:
-        """Carry out the conductor's role changes until cancelled; a change that fails is retried
-        later.
+        """Carry out the role changes (prefill, decode) that the conductor proposes, until
+        cancelled; a change that fails is retried later.
         """
         while True:
             await asyncio.sleep(ROLE_LOOK_S)

@@ -107,7 +107,7 @@ class Port(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LegRecord:
-    """One instance to which a request was sent, and the time."""
+    """An instance to which a request was sent, and the time of sending."""
 
     instance: str
     leg_id: str
@@ -118,7 +118,7 @@ class LegRecord:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """The first placement decision for a request, and its outcome."""
+    """The first placement decision for a request, and how long its first token took."""
 
     decision: Decision
     at_s: float
@@ -127,7 +127,9 @@ class Choice:
 
 
 class _Past(NamedTuple):
-    """The record of an ended request."""
+    """The memory of an ended request: the instances it was sent to, and the first placement
+    decision.
+    """
 
     legs: list[LegRecord]
     choice: Choice | None
@@ -242,8 +244,8 @@ class Dispatcher:
         return live.stream
 
     def note_change(self) -> None:
-        """Retry the placement of waiting requests after instances have started, stopped or opened
-        each other.
+        """Retry the placement of waiting requests, after instances have started, stopped, or become
+        able to read each other's KV.
         """
         for port in self._ports.values():
             self._placing.sync(port)
@@ -261,18 +263,20 @@ class Dispatcher:
         self.note_change()
 
     def remove_port(self, name: str) -> None:
-        """Remove an instance; no request may have a leg or held blocks there."""
+        """Remove an instance. The caller ensures that no request has a leg (a request sent for a
+        client's request) or held blocks there.
+        """
         assert not self.count_at(name), f"{name} has requests"
         del self._ports[name]
         self._placing.forget(name)
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
-        """Stop sending new requests to an instance, or resume."""
+        """Stop sending new requests to an instance or, if not ``is_draining``, resume."""
         self.conductor.set_draining(name, is_draining=is_draining)
         self.note_change()
 
     def count_at(self, name: str) -> int:
-        """Return the number of requests with a leg or held blocks at an instance."""
+        """Return the number of clients' requests that an instance works on or holds blocks for."""
         return sum(
             any(leg.instance.name == name for leg in live.states.held.values())
             for live in self._live.values()
@@ -319,7 +323,7 @@ class Dispatcher:
         self._run(live, live.states.take(message, asyncio.get_running_loop().time()))
 
     def _run(self, live: _Live, actions: Sequence[Action]) -> None:
-        """Execute actions, and the further actions that their outcomes call for."""
+        """Execute actions for a request, and the further actions that their outcomes call for."""
         todo = list(actions)
         while todo:
             todo[:1] = self._execute(live, todo[0])
@@ -462,7 +466,9 @@ class Dispatcher:
             self.conductor.note_first_token(live.request.request_id, now_s)
 
     def _is_long_outage(self, now_s: float) -> bool:
-        """Return True if no instance has served for longer than the recovery time of requests."""
+        """Return True if no instance has served for longer than ``recovery_s``, the time that
+        requests wait for one.
+        """
         begin_s = self._outage_begin_s
         return begin_s is not None and now_s - begin_s >= self._limits.recovery_s
 
@@ -485,13 +491,15 @@ class Dispatcher:
             live.accepted.set_result(None)
 
     def _find(self, leg: Leg) -> Port | None:
-        """Return the instance that runs a leg; None if it has restarted or does not serve."""
+        """Return the instance to which a leg (a request on behalf of a client's) was sent; None if
+        it has restarted since, or does not serve.
+        """
         port = self._ports[leg.instance.name]
         return port if port.ref == leg.instance and port.info is not None else None
 
     def _sync(self, leg: Leg) -> None:
-        """Tell the conductor the current facts of a leg's instance, which may just have stopped
-        serving.
+        """Tell the conductor (which chooses instances) the current facts of a leg's instance, which
+        may just have stopped serving.
         """
         self._placing.sync(self._ports[leg.instance.name])
 
@@ -547,7 +555,9 @@ class Dispatcher:
 
 
 def _uncount(live: _Live, leg_id: str) -> None:
-    """Remove a leg that was refused or has ended from the load count of its instance."""
+    """Remove a leg (a request sent to an instance) that was refused or has ended from the
+    instance's load count.
+    """
     load, number = live.counts.pop(leg_id, (None, 0))
     if load is not None:
         load.note_over(number)

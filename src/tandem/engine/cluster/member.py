@@ -115,12 +115,14 @@ class ClusterMember:
 
     @property
     def stage(self) -> StageChanged:
-        """The latest stage."""
+        """The latest stage of the instance (starting, loading, ready, failed, ...)."""
         return self.supervisor.stage
 
     @property
     def sources(self) -> frozenset[str]:
-        """Names of the instances whose KV blocks this instance may read, in their current runs."""
+        """Names of the instances whose KV blocks this instance can read now, until either is
+        restarted.
+        """
         return frozenset(self._links)
 
     async def submit(self, request: AddRequest, put: Callable[[RequestOutput], None]) -> None:
@@ -167,11 +169,15 @@ class ClusterMember:
             self._linking[source.name] = asyncio.get_running_loop().create_task(self._open(source))
 
     async def wait_linked(self) -> None:
-        """Wait until every connection attempt in progress has succeeded or failed."""
+        """Wait until every attempt in progress to connect to another instance, whose KV this one
+        may read, has succeeded or failed.
+        """
         await asyncio.gather(*self._linking.values(), return_exceptions=True)
 
     async def _open(self, source: "ClusterMember") -> None:
-        """Try to connect to an instance until it succeeds or fails for a permanent reason."""
+        """Try to connect to an instance, to read its KV, until it succeeds or fails for a permanent
+        reason.
+        """
         while True:
             ours, theirs, info = self.ref, source.ref, source.info
             if self.info is None or info is None or info.kv_peer is None:

@@ -57,14 +57,16 @@ class PlacingPort(Protocol):
 
 
 class _Listener:
-    """Listener that passes the reports of one run of an instance on to the conductor."""
+    """The receiver of one instance's reports (load, steps, cached blocks) during one run of its
+    process, which passes them on to the conductor (the chooser of instances).
+    """
 
     def __init__(self, conductor: Conductor, port: PlacingPort, info: InstanceInfo) -> None:
         self._conductor, self._name = conductor, port.ref.name
         self._load, self._info = port.load, info
 
     def note_load(self) -> None:
-        """Set the instance's load and its speed of loading KV in the conductor."""
+        """Tell the conductor the instance's load and its speed of loading KV."""
         load = self._load.estimate(self._info)
         self._conductor.set_load_speed(self._name, load.load_tokens_per_s)
         self._conductor.set_load(
@@ -94,7 +96,8 @@ class _Listener:
 
 
 class Placing:
-    """The conductor's view of the instances, kept current, and the questions where to run requests.
+    """A server's reports on its instances to its conductor (which chooses among them), kept
+    current, and the requests that it asks the conductor to place.
 
     Args:
         conductor: chooses instances; it must not know of any instance yet.
@@ -114,7 +117,9 @@ class Placing:
         return len(self._runs)
 
     def sync(self, port: PlacingPort) -> None:
-        """Report changes of an instance to the conductor; O(1) if there are none."""
+        """Report to the conductor (the chooser of instances) what has changed at an instance: its
+        role, the start or end of its process, and whose KV it can read. O(1) without changes.
+        """
         conductor, ref, info = self.conductor, port.ref, port.info
         name = ref.name
         row = conductor.fleet.find(name)
@@ -133,11 +138,11 @@ class Placing:
         conductor.set_sources(name, port.sources)
 
     def serves(self, identity: str) -> bool:
-        """Return True if an instance with this KV identity serves."""
+        """Return True if an instance that serves computes KV with this identity."""
         return any(ref.identity == identity for ref in self._runs.values())
 
     def forget(self, name: str) -> None:
-        """Remove an instance that has left the cluster from the conductor."""
+        """Make the conductor forget an instance that has left the cluster."""
         if name in self._runs:
             self._stop(name)
         if self.conductor.fleet.find(name) is not None:
@@ -193,7 +198,7 @@ class Placing:
 
 
 def describe_candidate(candidate: Candidate) -> ConsideredInstance:
-    """Return the timeline's entry for an instance that the conductor compared."""
+    """Return the entry of a request's timeline for an instance that the conductor compared."""
     return ConsideredInstance(
         instance=candidate.instance,
         prefix_tokens=candidate.prefix_len,

@@ -58,7 +58,7 @@ answer after this time.
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """One request sent to an instance on behalf of a client's request."""
+    """One request sent to an instance on behalf of a client's request, which may need several."""
 
     leg_id: str
     """Request id at the instance, unique over all legs of all requests."""
@@ -86,8 +86,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class LegOutput:
-    """An output from an instance. An output with ``FinishReason.ERROR`` is a failure, judged by its
-    error code.
+    """The input that an instance has sent an output of a leg. An output with ``FinishReason.ERROR``
+    is a failure, judged by its error code.
     """
 
     leg_id: str
@@ -96,7 +96,7 @@ class LegOutput:
 
 @dataclass(frozen=True, slots=True)
 class LegFailed:
-    """A request was refused by an instance, or could not be sent."""
+    """The input that a leg (a request sent to an instance) was refused, or could not be sent."""
 
     leg_id: str
     error: TandemError
@@ -104,8 +104,8 @@ class LegFailed:
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """The outcome of sending a continuation: True if the decode instance accepted it; a failed call
-    counts as False.
+    """The input that a continuation (the prefill's tokens) was sent: True if the decode instance
+    accepted it; a failed call counts as False.
     """
 
     leg_id: str
@@ -114,7 +114,7 @@ class Continued:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The client left, or the request was aborted."""
+    """The input that the client has left, or has aborted its request."""
 
 
 Input = Pair | Alone | NoRoute | LegOutput | LegFailed | Continued | Cancel
@@ -124,7 +124,7 @@ Input = Pair | Alone | NoRoute | LegOutput | LegFailed | Continued | Cancel
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Send a request to an instance."""
+    """The action to send a leg, one request on behalf of the client's, to an instance."""
 
     leg: Leg
     request: AddRequest
@@ -132,8 +132,8 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Send the prefill's tokens to a decode instance so that it continues; the outcome is returned
-    as ``Continued``.
+    """The action to send the prefill's tokens to the decode instance that waits for them; the
+    outcome is returned as ``Continued``.
     """
 
     leg: Leg
@@ -142,35 +142,37 @@ class Continue:
 
 @dataclass(frozen=True, slots=True)
 class DropLeg:
-    """Cancel a request at an instance; its later outputs are ignored."""
+    """The action to cancel a leg, a request at an instance; its later outputs are ignored."""
 
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLeg:
-    """Release the blocks held for an ended prefill; do nothing if there are none."""
+    """The action to release the blocks that an instance holds for an ended prefill, if there are
+    any.
+    """
 
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Pass an output to the client; only the last output has a finish reason."""
+    """The action to pass an output to the client; only the last output has a finish reason."""
 
     output: RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """End the request with an error."""
+    """The action to end the client's request with an error."""
 
     error: TandemError
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Count a fallback (a move to another instance) under its reason."""
+    """The action to count a fallback (a move to another instance) under its reason."""
 
     reason: str
 
@@ -247,7 +249,8 @@ class RequestStates:
             Effect.SEND_CONTINUATION: self._send_continuation,
             Effect.DELIVER: self._deliver,
             Effect.KEEP: self._keep,
-            # The kept output is taken after the next state has been entered.
+            # Do nothing here: the output that was kept back while the continuation was under way is
+            # processed when the next state has been entered.
             Effect.TAKE_KEPT: lambda: None,
             Effect.DISCARD_KEPT: self._discard_kept,
             Effect.DROP_PREFILL: self._drop_prefill,
@@ -261,7 +264,7 @@ class RequestStates:
 
     @property
     def request(self) -> AddRequest:
-        """The request as the server made it."""
+        """The client's request as the server has made it."""
         return self._request
 
     @property
@@ -276,7 +279,9 @@ class RequestStates:
 
     @property
     def held(self) -> dict[Held, Leg]:
-        """The legs and held blocks that the request has at instances, by kind."""
+        """The legs (requests at instances) and the held blocks that the client's request has, by
+        kind.
+        """
         legs = {Held.PREFILL: self._prefill, Held.HOLD: self._prefill, Held.DECODE: self._decode}
         held: dict[Held, Leg] = {}
         for kind in TABLE[self.state].held:
@@ -301,13 +306,15 @@ class RequestStates:
                 return math.inf
 
     def start(self, now_s: float) -> list[Action]:
-        """Return the first actions; call exactly once."""
+        """Return the first actions for a new request; call exactly once."""
         self._begin(now_s)
         self._place(is_held=False)
         return self._happened.actions
 
     def tick(self, now_s: float) -> list[Action]:
-        """Process the passing of time; return the actions to execute."""
+        """Process the passing of time, such as the end of a state's time limit; return the actions
+        to execute.
+        """
         self._begin(now_s)
         if now_s >= self.deadline_s:
             if now_s >= self._end_s:
@@ -404,7 +411,9 @@ class RequestStates:
             self._fire(Event.OUTPUT_ENDED if is_last else Event.OUTPUT)
 
     def _take_failure(self, leg_id: str, error: TandemError, *, is_refusal: bool) -> None:
-        """Process the failure of a leg: retry on another instance or end the request."""
+        """Process the failure of a leg (a request at an instance): retry on another instance, or
+        end the client's request.
+        """
         is_retryable = ERROR_CODES.get(error.code, TandemError).retryable
         self._happened.error = error
         if self._is_prefill(leg_id):
@@ -425,7 +434,7 @@ class RequestStates:
         return Held.DECODE in TABLE[self.state].held and self.held[Held.DECODE].leg_id == leg_id
 
     def _fire(self, event: Event) -> None:
-        """Leave the current state through the exit of an event."""
+        """Leave the current state by the exit that the table has for an event, with its effects."""
         way = TABLE[self.state].exits[event]
         if event is Event.PREFILL_LOST:
             self._blame(self._prefill)
@@ -502,7 +511,8 @@ class RequestStates:
         assert isinstance(route, Pair), route
         assert route.prefill is not None, route
         assert route.decode is not None, route
-        # Create the prefill leg first: the decode request contains its id.
+        # Create the leg (the request to an instance) for the prefill first: the decode request
+        # contains its id.
         self._prefill = self._make_leg("p", route.prefill)
         self._decode = self._make_leg("d", route.decode)
         wait_s = min(max(self._end_s - self._now_s, 1.0), MAX_LEASE_S)

@@ -22,11 +22,13 @@ class StatsHistory:
 
     @property
     def last(self) -> Statistics:
-        """The last report of the current run; zeros before its first report."""
+        """The last report of the instance's current run; zeros before its first report."""
         return self._last
 
     def note(self, incarnation: int, stats: InstanceStats) -> InstanceStats:
-        """Record a report of a run; return it plus the counters of earlier runs."""
+        """Record a report of the run (process) numbered ``incarnation``; return it with the
+        counters of earlier runs added.
+        """
         if incarnation != self._incarnation:
             self._ended = self.recall()
             self._incarnation = incarnation
@@ -34,7 +36,9 @@ class StatsHistory:
         return sum_stats(stats.stage, (self._ended, stats))
 
     def recall(self) -> InstanceStats:
-        """Return the last known counters without gauges, for an instance that does not answer."""
+        """Return the last known counters, with gauges at zero, for an instance that does not
+        answer.
+        """
         zero = Statistics()
         gone = {s.field: getattr(zero, s.field) for s in list_stats() if s.kind == "gauge"}
         counted = msgspec.structs.replace(self._last, **gone)

@@ -27,7 +27,9 @@ __all__ = [
 
 
 class State(StrEnum):
-    """The state of a request."""
+    """The state of a client's request in the server: which instances work on it, and what it waits
+    for.
+    """
 
     PLACING = "placing"
     PREFILLING = "prefilling"
@@ -43,7 +45,9 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """An event that makes a request leave its state."""
+    """An event that makes a request leave its state, such as an output of an instance or the end of
+    a lease.
+    """
 
     PAIR = "pair"
     LATE_PAIR = "late_pair"
@@ -67,7 +71,9 @@ class Event(StrEnum):
 
 
 class Effect(StrEnum):
-    """An action executed when a state is left, in the order of the table."""
+    """An action executed when a request leaves a state. If there are several, they are executed in
+    the order in which the table lists them.
+    """
 
     PLACE = "place"
     PLACE_DECODE = "place_decode"
@@ -91,7 +97,9 @@ class Effect(StrEnum):
 
 
 class Held(StrEnum):
-    """A resource that a request has at an instance and that must be released."""
+    """A resource that a request has at an instance, and that must be released when it is not
+    needed.
+    """
 
     PREFILL = "prefill"
     """A running request at the prefill instance."""
@@ -102,7 +110,7 @@ class Held(StrEnum):
 
 
 class Deadline(StrEnum):
-    """The time limit after which a state is left."""
+    """The time limit after which a request leaves its state."""
 
     REQUEST = "the time limit of the request; its instance ends it, and 2 s later the server"
     RECOVERY = "cluster.recovery_s, or the time limit of the request"
@@ -112,7 +120,7 @@ class Deadline(StrEnum):
 
 @dataclass(frozen=True)
 class Exit:
-    """An exit of a state: the next state, and the effects executed on the way."""
+    """An exit of a state: the next state, and the effects (actions) executed on the way."""
 
     to: State
     effects: tuple[Effect, ...] = ()
@@ -210,7 +218,9 @@ _HOLD_DECODE = (Effect.RELEASE, Effect.DROP_DECODE)
 
 
 def _last_exits(*give_back: Effect) -> dict[Event, Exit]:
-    """Return the exits that every state has: cancellation, and the time limit of the request."""
+    """Return the exits that every state has, for cancellation and for the request's time limit,
+    with the effects that give back what it holds.
+    """
     return {
         Event.TIMEOUT: Exit(State.ENDED, (*give_back, Effect.END_TIMEOUT)),
         Event.CANCEL: Exit(State.ENDED, (*give_back, Effect.END_CANCELLED)),
@@ -334,8 +344,8 @@ TABLE: Mapping[State, Row] = MappingProxyType({
         {Held.PREFILL, Held.DECODE},
         {
             Event.PREFILLED: Exit(State.LOADING),
-            # Drop the decode instance: it would otherwise wait for this prefill's blocks until the
-            # lease ends.
+            # Cancel the request at the decode instance: it would otherwise wait for this prefill's
+            # blocks until the lease ends.
             Event.PREFILL_ENDED: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
             Event.PREFILL_LOST: Exit(State.PLACING, (Effect.DROP_DECODE, *_RETRY)),
             Event.OUTPUT: Exit(State.DECODING, (Effect.DROP_PREFILL, Effect.DELIVER)),

@@ -85,7 +85,7 @@ class PrefillAnnouncer:
 
     @property
     def num_waiting(self) -> int:
-        """Number of questions that wait for progress of a prefill."""
+        """Number of decode instances' questions that wait for progress of a prefill."""
         return len(self._waiting)
 
     def handle_calls(self, calls: Sequence[IncomingCall]) -> list[bytes | TandemError | None]:
@@ -102,7 +102,7 @@ class PrefillAnnouncer:
         return answers
 
     def note_progress(self) -> None:
-        """Answer the waiting questions for which the prefill has made progress."""
+        """Answer the waiting questions of decode instances whose prefill has made progress."""
         if not self._waiting:
             return
         now_s = self._clock.now_s()
@@ -150,7 +150,8 @@ class PrefillAnnouncer:
         return None if answer is None else msgspec.msgpack.encode(answer)
 
     def _answer(self, question: KvQuestion) -> KvAnswer | None:
-        """Return the progress of a prefill; None if there is none since the asker's last answer.
+        """Return the progress of the prefill that a decode instance asks about; None if there is
+        none since the last answer to that question.
 
         Raises: ConflictError (the request with this id has another prompt).
         """
@@ -213,10 +214,10 @@ class PrefillAnnouncer:
         return KvAnswer(run=question.run, is_held=after.is_held, verified=verified)
 
     def _tell_state(self, question: KvQuestion) -> KvAnswer:
-        """Return the slot and the CRC-32C of the state at the end of the prompt.
+        """Return the slot and the CRC-32C of the recurrent state at the end of the prompt.
 
-        The answer has no state if the prefill has not ended, and no run if its hold has been
-        released.
+        The answer has no state if the prefill has not ended, and no run if its blocks are no longer
+        held.
         """
         view = self._find_run(question)
         if view is None:
@@ -232,9 +233,11 @@ class PrefillAnnouncer:
         return KvAnswer(run=question.run, is_held=True, state=(slot, checksum))
 
     def _tell_windows(self, question: KvQuestion) -> KvAnswer:
-        """Return the ids and CRC-32C of the window blocks at the end of the prompt.
+        """Return the ids and CRC-32C of the window blocks (KV of the sliding-window layers) at the
+        end of the prompt.
 
-        The answer has none if the prefill has not ended, and no run if its hold has been released.
+        The answer has none if the prefill has not ended, and no run if its blocks are no longer
+        held.
         """
         view = self._find_run(question)
         if view is None:

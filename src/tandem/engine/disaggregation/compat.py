@@ -43,7 +43,9 @@ def check_peer(ours: KvPeer, theirs: KvPeer) -> None:
 
 
 def _compare_layouts(ours: KvPeer, theirs: KvPeer) -> list[tuple[str, str]]:
-    """Return the facts in which two block layouts differ, other than the number of heads."""
+    """Return the facts (name, and a text with both values) in which two instances' block layouts
+    differ, other than the number of heads.
+    """
     mine: dict[str, Any] = msgspec.to_builtins(ours.layout)
     other: dict[str, Any] = msgspec.to_builtins(theirs.layout)
     found = [

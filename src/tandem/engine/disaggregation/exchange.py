@@ -59,12 +59,14 @@ class KvExchange:
 
     @property
     def counters(self) -> Statistics:
-        """Counters of reads; zeros if this instance reads no other."""
+        """Counters of the blocks read from other instances; zeros if this instance reads none."""
         return Statistics() if self.reader is None else self.reader.counters
 
     @property
     def rails(self) -> Statistics:
-        """Bytes read and live connections by transport, for all instances that are read."""
+        """Bytes read and live connections, by transport (the kind of connection), for all instances
+        that are read.
+        """
         moved: dict[str, int] = {}
         links: dict[str, int] = {}
         if self.transfer.is_closed:
@@ -95,15 +97,15 @@ class KvExchange:
         return self._buffer
 
     def allocate_states(self, nbytes: int) -> Buffer:
-        """Allocate physical memory for the state slots, which other instances may read but not
-        write.
+        """Allocate physical memory for the state slots (recurrent states), which other instances
+        may read but not write.
         """
         self._state_buffer = self.transfer.allocate(nbytes, name=STATE_BUFFER_NAME, remote="read")
         return self._state_buffer
 
     def allocate_windows(self, nbytes: int) -> Buffer:
-        """Allocate physical memory for the window blocks, which other instances may read but not
-        write.
+        """Allocate physical memory for the window blocks (KV of the sliding-window layers), which
+        other instances may read but not write.
         """
         self._window_buffer = self.transfer.allocate(nbytes, name=WINDOW_BUFFER_NAME, remote="read")
         return self._window_buffer

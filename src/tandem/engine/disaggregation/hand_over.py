@@ -48,7 +48,7 @@ CALL_DEADLINE_S = 5.0
 
 @dataclass(slots=True)
 class ReadTarget:
-    """The memory that blocks are read into, and the port that reads them."""
+    """The memory of this instance that blocks are read into, and the port that reads them."""
 
     port: PeerPort
     """Port that writes into ``memory``."""
@@ -66,7 +66,7 @@ class ReadTarget:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A block that was not accepted yet."""
+    """A block of the hand-over that was not read, or not verified yet."""
 
     load: BlockLoad
     num_layers: int = 0
@@ -76,7 +76,8 @@ class _Pending:
 
 
 class HandOver:
-    """The reader of the KV of one request from a prefill instance.
+    """The reader of the KV of one request from a prefill instance, while that instance computes it
+    or afterwards.
 
     Args:
         target: memory that the KV is written to.
@@ -124,8 +125,8 @@ class HandOver:
                 await self._read(batch)
                 await self._verify(batch)
                 if self._answer.run is None:
-                    # A block was replaced or the prefill's run has ended: ask for the present block
-                    # ids before reading on.
+                    # The prefill instance has replaced a block, or has preempted the prefill (its
+                    # run has ended): ask for the present block ids before reading on.
                     break
         if self._state is not None:
             await self._read_state(self._state)
@@ -133,8 +134,8 @@ class HandOver:
             await self._read_windows(self._windows)
 
     async def _read_windows(self, loads: Sequence[BlockLoad]) -> None:
-        """Wait until the prefill has ended; read and verify the window blocks at the end of the
-        prompt.
+        """Wait until the prefill has ended; then read and verify the window blocks (KV of the
+        sliding-window layers) at the end of the prompt.
         """
         target, facts = self._target, self._peer.facts
         size, memory = target.own.window_block_bytes, target.windows
@@ -171,12 +172,16 @@ class HandOver:
         self._take(list(loads))
 
     async def _ask_windows(self) -> KvAnswer:
-        """Ask for the window blocks of the run whose full blocks were accepted."""
+        """Ask the prefill instance for the window blocks at the end of the prompt. They must be of
+        the run (of the prefill between two preemptions) whose full blocks were accepted.
+        """
         deadline_s = min(CALL_DEADLINE_S, self._remaining_s())
         return await self._ask(deadline_s, wants_windows=True)
 
     async def _read_state(self, load: BlockLoad) -> None:
-        """Wait until the prefill has ended; read and verify the state at the end of the prompt."""
+        """Wait until the prefill has ended; then read and verify the recurrent state at the end of
+        the prompt.
+        """
         target, facts = self._target, self._peer.facts
         slot, size = find_state_slot(load.block_id), target.own.state_bytes
         assert slot is not None, load
@@ -202,7 +207,9 @@ class HandOver:
         self._take([load])
 
     async def _ask_state(self) -> KvAnswer:
-        """Ask for the state of the run whose blocks were accepted."""
+        """Ask the prefill instance for the recurrent state at the end of the prompt. It must be of
+        the run (of the prefill between two preemptions) whose blocks were accepted.
+        """
         deadline_s = min(CALL_DEADLINE_S, self._remaining_s())
         return await self._ask(deadline_s, wants_state=True)
 
@@ -215,7 +222,8 @@ class HandOver:
     async def _ask_until_answered(self) -> KvAnswer:
         """Ask for the prefill's progress every ``ASK_AGAIN_S``, until an answer comes.
 
-        Raises: DeadlineError (the lease has ended); errors of the answer.
+        Raises: DeadlineError (the lease, for which the request waits for the blocks, has ended);
+            errors of the answer.
         """
         while True:
             try:
@@ -250,7 +258,7 @@ class HandOver:
         return decode_answer(answer)
 
     def _note(self, answer: KvAnswer) -> None:
-        """Record the progress that an answer reports.
+        """Record the progress of the prefill that an answer reports.
 
         Raises: NotFoundError (the prefill is gone); CorruptionError (the answer is inconsistent).
         """
@@ -283,7 +291,7 @@ class HandOver:
         return self._answer.num_layers if position < self._answer.num_blocks else 0
 
     def _list_batches(self) -> Iterator[list[_Pending]]:
-        """Divide the blocks that can be read or verified into batches."""
+        """Divide the blocks that can be read or verified now into batches of limited size."""
         size = self._target.own.block_bytes
         limit = min(max(READ_BATCH_BYTES // size, 1), MAX_BATCH_BLOCKS)
         num_complete = self._answer.num_complete
@@ -326,7 +334,8 @@ class HandOver:
             pending.num_layers = self._count_readable(pending)
 
     async def _verify(self, batch: Sequence[_Pending]) -> None:
-        """Verify the fully read blocks of a batch, and accept those that are unchanged.
+        """Compare the blocks of a batch that were fully read with the prefill instance's checksums,
+        and accept those that have not changed since they were read.
 
         Raises: CorruptionError (the checksums of an unchanged block differ).
         """
@@ -363,8 +372,8 @@ class HandOver:
             )
 
     def _start_over(self) -> None:
-        """Drop the known block ids, so that they are asked for again; unchanged blocks are not read
-        twice.
+        """Drop the prefill's block ids that are known, so that they are asked for again; blocks
+        that turn out unchanged are not read twice.
         """
         self._block_ids, self._answer = (), KvAnswer(run=None)
 

@@ -27,7 +27,7 @@ class ByteRange(NamedTuple):
 
 
 class HeldHeads(NamedTuple):
-    """The range of KV heads that the blocks of a rank hold."""
+    """The range of KV heads that the blocks of an instance hold, and the layout of these blocks."""
 
     layout: KVLayout
     """Layout of the rank's own blocks."""
@@ -37,7 +37,9 @@ class HeldHeads(NamedTuple):
 
 
 def have_same_rows(one: KVLayout, other: KVLayout) -> bool:
-    """Return True if two layouts differ in nothing but the number of heads."""
+    """Return True if two block layouts differ in nothing but the number of KV heads, so that heads
+    can be copied between them.
+    """
     if isinstance(one, GqaLayout) and isinstance(other, GqaLayout):
         other = msgspec.structs.replace(other, num_kv_heads=one.num_kv_heads)
     return one == other

@@ -24,8 +24,8 @@ number of its preemptions). Within one run, a block that was announced stays val
 
 
 class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about a prefill's progress. It is answered when the prefill is further than
-    ``seen`` or has ended.
+    """A decode instance's question about a prefill's progress. It is answered when more is computed
+    than the asker has ``seen``, or when the prefill has ended.
     """
 
     request_id: str
@@ -52,7 +52,9 @@ class KvQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a prefill: the blocks that may be read, or what the question asked for."""
+    """The answer about a prefill's progress: the blocks that may be read, or what the question
+    asked for.
+    """
 
     run: Run | None
     """Present run of the request; None if it has ended and its blocks are not held. The asker must

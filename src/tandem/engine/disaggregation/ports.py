@@ -15,7 +15,9 @@ PoolKind = Literal["kv", "states", "windows"]
 
 
 class PoolRange(NamedTuple):
-    """A range of bytes to copy from a peer's memory pool to the same kind of pool here."""
+    """A range of bytes to copy from a memory pool of another instance to the same kind of pool
+    here.
+    """
 
     local: int
     """Offset in our pool, bytes."""
@@ -27,7 +29,9 @@ class PoolRange(NamedTuple):
 
 
 class RemotePool(Protocol):
-    """The memory pools of one run of another instance's process. The caller of ``open`` owns it."""
+    """The memory pools (blocks, states) of another instance's process, until it restarts. The
+    caller of ``open`` owns it.
+    """
 
     @property
     def name(self) -> str:
@@ -36,26 +40,28 @@ class RemotePool(Protocol):
 
     @property
     def epoch(self) -> int:
-        """Number of the other process's run; it differs after a restart."""
+        """Number of the run of the other process; it differs after a restart."""
         ...
 
     @property
     def length(self) -> int:
-        """Size of its pool of KV blocks, bytes."""
+        """Size of the pool of KV blocks in the other process, bytes."""
         ...
 
     @property
     def can_read(self) -> bool:
-        """True if the peer offers its pool for reading."""
+        """True if the other process allows that its pools are read."""
         ...
 
     def close(self) -> None:
-        """Close the connection to the peer; reads in progress end with an error. Idempotent."""
+        """Close the connection to the other process; reads in progress end with an error.
+        Idempotent.
+        """
         ...
 
 
 class PeerPort(Protocol):
-    """The port that reads other instances' pools into ours."""
+    """A port (an interface to the transfer engine) that reads other instances' pools into ours."""
 
     async def open(
         self, address: str, buffers: Mapping[PoolKind, str], *, deadline_s: float
@@ -81,7 +87,7 @@ class PeerPort(Protocol):
     async def read(
         self, pool: RemotePool, ranges: Sequence[PoolRange], *, deadline_s: float
     ) -> None:
-        """Read byte ranges of a peer's pools into ours.
+        """Read byte ranges of another process's pools into ours.
 
         When it returns or raises, nothing writes there any more.
 
@@ -91,7 +97,9 @@ class PeerPort(Protocol):
 
 
 class IncomingCall(Protocol):
-    """A question from another instance, to be answered once; see ``tandem.transfer.Call``."""
+    """A question of another instance about a prefill here, to be answered once; see
+    ``tandem.transfer.Call``.
+    """
 
     @property
     def peer(self) -> str:
@@ -100,7 +108,7 @@ class IncomingCall(Protocol):
 
     @property
     def payload(self) -> bytes:
-        """The encoded question."""
+        """The question about a prefill's progress, an encoded ``KvQuestion``."""
         ...
 
     def reply(self, payload: bytes) -> bool:

@@ -29,7 +29,7 @@ SOURCES: frozenset[type[KvSource]] = frozenset({PrefillKv})
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A hand-over in progress."""
+    """A hand-over (the reading of one request's KV from a prefill instance) in progress."""
 
     request: Request
     missing: dict[int, BlockLoad]
@@ -68,12 +68,14 @@ class PeerReader:
 
     @property
     def counters(self) -> Statistics:
-        """Counters of reads since start."""
+        """Counters since start of the blocks read from other instances."""
         return self._target.counters
 
     @property
     def num_in_transfer(self) -> int:
-        """Number of blocks that a hand-over may still write into."""
+        """Number of blocks that a hand-over (a read from a prefill instance) may still write
+        into.
+        """
         return len(self._tasks)
 
     async def open_peer(self, facts: KvPeer) -> None:
@@ -81,7 +83,7 @@ class PeerReader:
         await self._peers.open(facts)
 
     async def close_peer(self, name: str) -> None:
-        """Forget an instance; reads from it fail."""
+        """Forget an instance; later reads from it fail, and those in progress too."""
         await self._peers.close(name)
 
     async def aclose(self) -> None:
@@ -95,8 +97,8 @@ class PeerReader:
         await self._peers.close_all()
 
     def begin(self, plan: StepPlan) -> None:
-        """Start the loads of a plan; all must be from prefill instances. Called by the engine's
-        thread.
+        """Start the loads of a step's plan; all must be from prefill instances. Called by the
+        engine's thread.
         """
         if not plan.loads and not plan.dropped:
             return
@@ -149,7 +151,9 @@ class PeerReader:
             logger.exception("hand-over of request %s", request.request_id)
 
     def _end(self, reading: _Reading, _: "asyncio.Task[None]") -> None:
-        """Report the blocks that a hand-over has not read as failed."""
+        """Report the blocks that an ended hand-over (a read from a prefill instance) has not read
+        as failed.
+        """
         for block_id in reading.missing:
             del self._tasks[block_id]
         self._fail(list(reading.missing.values()), reading.reason)

@@ -37,16 +37,20 @@ class ReaderService:
 
     @property
     def counters(self) -> Statistics:
-        """Counters of reads since start."""
+        """Counters since start of the blocks read from other instances."""
         return self._target.counters
 
     @property
     def num_in_transfer(self) -> int:
-        """Number of blocks that a hand-over may still write into."""
+        """Number of blocks that a hand-over (a read from a prefill instance) may still write
+        into.
+        """
         return self._reader.num_in_transfer
 
     def stop(self) -> None:
-        """End all hand-overs, close the connections to other instances and end the thread."""
+        """End all hand-overs (reads from prefill instances), close the connections to other
+        instances and end the thread.
+        """
         # Ignore the timeout: a hand-over that does not end is cancelled together with the loop.
         with contextlib.suppress(TimeoutError, RuntimeError):
             self._thread.run(self._reader.aclose(), STOP_TIMEOUT_S)
@@ -61,7 +65,7 @@ class ReaderService:
         await self._call(self._reader.close_peer(name))
 
     def begin(self, plan: StepPlan) -> None:
-        """Start the loads of a plan, all from prefill instances."""
+        """Start the loads of a step's plan, all from prefill instances."""
         self._reader.begin(plan)
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:

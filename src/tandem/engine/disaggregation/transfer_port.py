@@ -38,7 +38,7 @@ class OpenedPool:
         self.can_read = offered.can_read
 
     def close(self) -> None:
-        """Close the segment and its connection."""
+        """Close the segment (the other process's registered memory) and the connection to it."""
         with contextlib.suppress(TandemError):  # The transfer engine may have been closed already.
             self.segment.close()
 
@@ -76,7 +76,7 @@ class TransferPort:
     async def read(
         self, pool: RemotePool, ranges: Sequence[PoolRange], *, deadline_s: float
     ) -> None:
-        """Read ranges of a peer's pool into ours through the transfer engine."""
+        """Read byte ranges of another process's pools into ours through the transfer engine."""
         assert isinstance(pool, OpenedPool), pool
         await self._transfer.submit_ranges(
             Op.READ,

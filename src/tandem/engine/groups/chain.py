@@ -15,7 +15,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def hash_block(parent: bytes, tokens: bytes) -> bytes:
-    """Return the key of the block with packed ``tokens`` that follows the block or root
-    ``parent``.
+    """Return the key of the block with packed ``tokens`` that follows another; ``parent`` is that
+    block's key or, for the first block, the root key.
     """
     return hashlib.sha256(parent + tokens).digest()

@@ -39,7 +39,9 @@ its own."""
 
 
 class StatePolicy(NamedTuple):
-    """The number of state slots, and the rules by which snapshots are saved."""
+    """The number of state slots, and the rules by which snapshots (copies of recurrent states) are
+    saved.
+    """
 
     num_slots: int
     """Number of slots for running requests and snapshots together."""
@@ -93,17 +95,17 @@ class StateReuse:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots, used and free."""
+        """Number of state slots, used and free."""
         return self._policy.num_slots
 
     @property
     def num_snapshots(self) -> int:
-        """Number of snapshots."""
+        """Number of snapshots (saved recurrent states) from which requests can go on."""
         return len(self._table)
 
     @property
     def num_used(self) -> int:
-        """Number of slots of running requests, and of snapshots that a step in flight is to
+        """Number of state slots of running requests, and of snapshots that a step in flight is to
         save.
         """
         return self.num_slots - len(self._free) - len(self._table)
@@ -118,7 +120,8 @@ class StateReuse:
         *,
         at_blocks: bool = False,
     ) -> PrefixMatch:
-        """Return the part of a match that ends at its longest snapshot; changes nothing.
+        """Return the part of a match (the cached KV of a request's prefix) that ends at its longest
+        snapshot; changes nothing.
 
         Args:
             notes: prefix data of the request, with the keys of all its full blocks.
@@ -174,7 +177,7 @@ class StateReuse:
                 insort(points, shared)
 
     def can_start(self) -> bool:
-        """Return True if one more request can get a slot: one is free, or a snapshot can be
+        """Return True if one more request can get a state slot: one is free, or a snapshot can be
         dropped.
         """
         return bool(self._free) or any(not s.num_pins for s in self._table)
@@ -236,8 +239,8 @@ class StateReuse:
     # ---------------------------------------------------------------- lower tiers
 
     def count_blocks(self, keys: Sequence[bytes]) -> int:
-        """Return the number of leading blocks of a chain up to its longest snapshot at a block's
-        end.
+        """Return the number of leading blocks of a chain (a prompt's blocks in order) up to its
+        longest snapshot at a block's end.
         """
         depth = len(keys)
         while depth and self._table.find_equal(keys[depth - 1], b"") is None:
@@ -245,8 +248,8 @@ class StateReuse:
         return depth
 
     def take_filled(self) -> list[KeyedBlock]:
-        """Return the new snapshots at ends of blocks since the last call, for lower tiers to
-        store.
+        """Return the snapshots saved since the last call that lie at the end of a block, for lower
+        tiers to store.
         """
         filled, self._filled = self._filled, []
         return filled
@@ -264,13 +267,14 @@ class StateReuse:
         return sorted(unused)
 
     def get_generation(self, slot: int) -> int:
-        """Return how often a slot was taken. Equal numbers before and after mean unchanged
+        """Return how often a state slot was taken. Equal numbers before and after mean unchanged
         content.
         """
         return self._generations[slot]
 
     def take_for_load(self, worth: int | None) -> int:
-        """Take a slot for a state to be loaded; return ``NO_SLOT`` if all snapshots are worth more.
+        """Take a slot for a recurrent state to be loaded, evicting a snapshot if none is free;
+        return ``NO_SLOT`` if all snapshots are worth more.
 
         Args:
             worth: number of tokens that the state saves; None: the request cannot start without it.
@@ -278,26 +282,29 @@ class StateReuse:
         return self._take(worth)
 
     def end_load(self, request: Request, position: int, slot: int) -> None:
-        """Make a loaded state a snapshot; the KV before it must be in the index."""
+        """Make a state that was loaded into a slot a snapshot, from which requests can go on. The
+        caller ensures that the KV before it is in the index.
+        """
         self._keep(request, position, slot, is_new=False)
 
     def free(self, slot: int) -> None:
-        """Return a slot to the free list; its content is discarded."""
+        """Return a state slot to the free list; its content is discarded."""
         self._free.append(slot)
 
     # ---------------------------------------------------------------- snapshots
 
     def limit(self, request: Request, num_tokens: int) -> int:
-        """Return how many of its next ``num_tokens`` tokens a request's chunk may have.
+        """Return how many of its next ``num_tokens`` tokens one chunk of a request's prefill may
+        have.
 
-        A chunk ends where a snapshot is to be saved.
+        A chunk ends where a snapshot (a copy of the recurrent state) is to be saved.
         """
         start = request.num_planned_tokens
         end = next((p for p in request.state_notes.points if p > start), start + num_tokens)
         return min(num_tokens, end - start)
 
     def plan_save(self, plan: StepPlan, request: Request, end: int) -> None:
-        """Plan to save the state at the end of a chunk, if a snapshot is wanted there."""
+        """Plan to save the state at the end of a prefill chunk, if a snapshot is wanted there."""
         state = request.state_notes
         if end not in state.points:
             return
@@ -307,7 +314,8 @@ class StateReuse:
             plan.state_saves.append(StateSave(request, end, slot))
 
     def end_saves(self, plan: StepPlan, failed: Collection[str]) -> None:
-        """Record the snapshots that a completed step has saved, and unpin those that it loaded.
+        """Record the snapshots that a completed step has saved, and release those whose states it
+        copied to its requests.
 
         Args:
             plan: the completed plan; the KV of its tokens is in the index.
@@ -323,8 +331,8 @@ class StateReuse:
                 self._keep(request, position, slot)
 
     def drop_saves(self, plan: StepPlan) -> None:
-        """Remove the snapshots that a plan, which has not run, was to save for requests that have
-        ended.
+        """Give up the snapshots that a plan was to save for requests that have ended. The plan has
+        not run.
         """
         kept: list[StateSave] = []
         for save in plan.state_saves:
@@ -335,7 +343,8 @@ class StateReuse:
         plan.state_saves = kept
 
     def release(self, request: Request, position: int, *, is_sound: bool) -> None:
-        """Take back a request's slot; the state in it becomes a snapshot, or is discarded.
+        """Take back the state slot of a request that ends or is preempted; the state in it becomes
+        a snapshot, or is discarded.
 
         Call it after the blocks of the request have been released.
 
@@ -358,14 +367,14 @@ class StateReuse:
         state.points, state.last = [], None
 
     def clear(self) -> None:
-        """Drop all snapshots except those that a step in flight reads."""
+        """Drop all snapshots (saved recurrent states) except those that a step in flight reads."""
         self._filled.clear()
         for snapshot in [s for s in self._table if not s.num_pins]:
             self._remove(snapshot)
             self._free.append(snapshot.slot)
 
     def check(self, in_use: Collection[int]) -> None:
-        """Assert that each slot has exactly one owner; for tests.
+        """Assert that each state slot has exactly one owner; for tests.
 
         Args:
             in_use: slots of requests, of saves in flight, of holds and of loads.
@@ -383,8 +392,8 @@ class StateReuse:
         min_gain: int | None = None,
         is_new: bool = True,
     ) -> None:
-        """Make the state in a slot a snapshot if it saves enough tokens; otherwise free the
-        slot.
+        """Make the state in a slot a snapshot, from which requests can go on, if it saves them
+        enough tokens; otherwise free the slot.
         """
         state, size = request.state_notes, self._block_size
         depth = position // size
@@ -416,7 +425,9 @@ class StateReuse:
             self._free.append(slot)
 
     def _bound_tokens(self) -> None:
-        """Evict snapshots until their lengths together are within ``StatePolicy.max_tokens``."""
+        """Evict snapshots until the numbers of tokens before each, added up, are within
+        ``StatePolicy.max_tokens``.
+        """
         most = self._policy.max_tokens
         while most and sum(s.position for s in self._table) > most:
             victim = self._table.choose_victim(self._is_reachable)
@@ -427,7 +438,9 @@ class StateReuse:
             self._free.append(victim.slot)
 
     def _take(self, worth: int | None) -> int:
-        """Take a slot, evicting a snapshot if none is free; ``NO_SLOT`` if none may be evicted."""
+        """Take a state slot, evicting a snapshot if none is free; ``NO_SLOT`` if none may be
+        evicted, because all save more than ``worth`` tokens (None: any may be).
+        """
         if self._free:
             slot = self._free.pop()
             self._generations[slot] += 1

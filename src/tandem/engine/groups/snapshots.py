@@ -34,7 +34,8 @@ def choose_snapshots(
         min_gain: least distance between snapshots, in tokens.
     """
     chosen: list[int] = []
-    # Choose marks first: a regular snapshot near a mark would save little beyond the mark's own.
+    # Choose marks (positions from which a later prompt may diverge) first: a regular snapshot near
+    # a mark would save little beyond the mark's own.
     regular = range(start - start % every + every, end + 1, every) if every else ()
     for position in [*sorted(set(marks)), end, *regular]:
         is_new = start + min_gain <= position <= end
@@ -45,7 +46,9 @@ def choose_snapshots(
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """The saved state of all recurrent layers after one token of one chain."""
+    """The saved state of all recurrent layers after a certain token of a chain (a sequence of
+    tokens from its start on).
+    """
 
     parent_key: bytes
     """Key of the last full block before the snapshot, or of the root."""
@@ -67,7 +70,7 @@ class Snapshot:
 
 
 class SnapshotTable:
-    """The table of all snapshots, which also chooses the one to evict.
+    """The table of all snapshots (saved recurrent states), which also chooses the one to evict.
 
     Args:
         block_size: tokens per block of the chains.
@@ -95,8 +98,8 @@ class SnapshotTable:
         *,
         at_blocks: bool = False,
     ) -> Snapshot | None:
-        """Return the longest snapshot of a prefix of at most ``max_tokens`` tokens; changes
-        nothing.
+        """Return the longest snapshot (saved recurrent state) of a prefix of at most ``max_tokens``
+        tokens, or None; changes nothing.
 
         Args:
             root_key: the first key of the chain.
@@ -120,24 +123,30 @@ class SnapshotTable:
         return None
 
     def add(self, snapshot: Snapshot) -> None:
-        """Add a snapshot; there must be none of the same tokens (see ``find_equal``)."""
+        """Add a snapshot. The caller ensures that there is none of the same tokens (see
+        ``find_equal``).
+        """
         assert self.find_equal(snapshot.parent_key, snapshot.tail) is None, "a second snapshot"
         self._filed.setdefault(snapshot.parent_key, []).append(snapshot)
         snapshot.level = self._level
         self._kept[snapshot] = None
 
     def find_equal(self, parent_key: bytes, tail: bytes) -> Snapshot | None:
-        """Return the snapshot of exactly these tokens, or None."""
+        """Return the snapshot of exactly these tokens (those up to the block ``parent_key`` and
+        ``tail``), or None.
+        """
         return next((s for s in self._filed.get(parent_key, ()) if s.tail == tail), None)
 
     def touch(self, snapshot: Snapshot) -> None:
-        """Make a snapshot the most recently used, at the present age level."""
+        """Make a snapshot the most recently used, and give it the table's present age level."""
         snapshot.level = self._level
         del self._kept[snapshot]
         self._kept[snapshot] = None
 
     def count_worth(self, snapshot: Snapshot) -> int:
-        """Return how many tokens a snapshot saves beyond the next shorter one in the table."""
+        """Return how many tokens less a request computes if it goes on from this snapshot and not
+        from the next shorter one of the same chain in the table.
+        """
         while snapshot.shorter is not None and not snapshot.shorter.is_kept:
             snapshot.shorter = snapshot.shorter.shorter
         return snapshot.position - (snapshot.shorter.position if snapshot.shorter else 0)
@@ -147,11 +156,14 @@ class SnapshotTable:
     ) -> Snapshot | None:
         """Return the snapshot to evict next, never a pinned one; None if none may be evicted.
 
+        An unusable snapshot comes first, then the one of least value: its worth (tokens that it
+        saves) plus its age level.
+
         Args:
             is_reachable: returns False for a snapshot that is unusable, because blocks before it
                 are gone.
-            worth: tokens saved by the new snapshot that needs the place; only a snapshot worth less
-                is returned. None: any may be.
+            worth: tokens saved by the new snapshot that needs the place; a usable snapshot is
+                returned only if its value is less than the new one's. None: any may be.
         """
         best, best_value = None, None if worth is None else self._level + worth
         for snapshot in self._kept:
@@ -165,7 +177,7 @@ class SnapshotTable:
         return best
 
     def remove(self, snapshot: Snapshot, *, is_evicted: bool = False) -> None:
-        """Remove a snapshot from the table; its slot belongs to the caller."""
+        """Remove a snapshot from the table; its state slot now belongs to the caller."""
         assert not snapshot.num_pins, f"a snapshot at {snapshot.position} is pinned"
         if is_evicted:
             self._level = max(self._level, snapshot.level + self.count_worth(snapshot))

@@ -30,7 +30,7 @@ __all__ = ["WindowPolicy", "WindowReuse", "count_seen_blocks", "count_window_blo
 
 
 class WindowPolicy(NamedTuple):
-    """The size of the window, and the number of window blocks."""
+    """The size of the sliding window in tokens, and the number of window blocks."""
 
     window: int
     """Number of tokens that a token attends to, itself included."""
@@ -39,7 +39,9 @@ class WindowPolicy(NamedTuple):
 
 
 def count_window_blocks(window: int, block_size: int) -> int:
-    """Return the largest number of blocks that the window of one token touches."""
+    """Return the largest number of blocks that hold a token to which one token of a sliding-window
+    layer attends.
+    """
     return count_seen_blocks(window, block_size) + 1
 
 
@@ -75,8 +77,8 @@ class WindowReuse:
         self._block_size = block_size
         self._reach = policy.window - 1
         self._reserve = count_window_blocks(policy.window, block_size) + is_ahead
-        # One block more than the reserve is needed, for the source of a copy, which stays
-        # referenced until the step has completed.
+        # One block more than the reserve of one request (what it needs to compute its next token)
+        # is needed, for the source of a copy, which stays referenced until the step has completed.
         if policy.num_blocks < self._reserve + 1:
             raise ConfigError(
                 "engine.create_windows",
@@ -102,7 +104,9 @@ class WindowReuse:
     # ---------------------------------------------------------------- hits
 
     def cut(self, match: PrefixMatch) -> PrefixMatch:
-        """Return the longest part of a match at whose end the window is cached; changes nothing."""
+        """Return the longest part of a match (a cached prefix) at whose end the sliding window is
+        cached too; changes nothing.
+        """
         size, position = self._block_size, match.num_tokens
         nodes = [*match.nodes] if match.source is None else [*match.nodes, match.source]
         while position > 0:
@@ -115,16 +119,16 @@ class WindowReuse:
         return match.cut(position, size)
 
     def can_start(self, request: Request, match: PrefixMatch, running: Iterable[Request]) -> bool:
-        """Return True if one more request can be admitted, with enough window blocks left for its
-        reserve.
+        """Return True if a waiting request can be admitted, with enough window blocks left for its
+        reserve (what it needs to compute its next token) and those of the running ones.
         """
         wanted = self._count_reserved(request) + (match.source is not None)
         promised = sum(map(self._count_promised, running)) + self._num_pinned
         return wanted <= self.pool.num_blocks - promised
 
     def start(self, plan: StepPlan, request: Request, match: PrefixMatch) -> None:
-        """Give an admitted request the window blocks at the end of its match. Call ``can_start``
-        first.
+        """Give an admitted request the window blocks at the end of its match (its cached prefix).
+        Call ``can_start`` first.
 
         Args:
             plan: gets the copy of a block that matches in part.
@@ -148,7 +152,7 @@ class WindowReuse:
         notes.marks = tuple(sorted(ends))
 
     def end_copies(self, plan: StepPlan) -> None:
-        """Release the blocks from which a completed plan has copied."""
+        """Release the window blocks from which a plan, whose step has completed, has copied."""
         for copy in plan.window_copies:
             self._release(copy.src_block_id, self._kept)
         self._num_pinned -= len(plan.window_copies)
@@ -178,8 +182,8 @@ class WindowReuse:
         return max(min(num_tokens, (table.end + room) * size - start), 0)
 
     def extend(self, request: Request, end: int) -> None:
-        """Allocate window blocks for a request's tokens up to ``end``, within what ``limit``
-        returned.
+        """Allocate window blocks for a request's tokens up to position ``end``. The caller ensures
+        that ``limit`` has allowed so many tokens.
         """
         notes = request.window_notes
         first, blocks = notes.table
@@ -217,7 +221,7 @@ class WindowReuse:
             notes.table = WindowTable(first, tuple(changed))
 
     def advance(self, request: Request) -> None:
-        """Release the window blocks that lie behind a request's window."""
+        """Release the window blocks that the next tokens of a request do not attend to any more."""
         notes = request.window_notes
         first, blocks = notes.table
         passed = min(self._find_first(request.num_computed_tokens) - first, len(blocks))
@@ -229,7 +233,9 @@ class WindowReuse:
             self._release(block_id, self._kept if is_marked else self._passed)
 
     def release(self, request: Request) -> None:
-        """Release all window blocks of a request that ends; attached ones remain cached."""
+        """Release all window blocks of a request that ends. Those attached to nodes of the prefix
+        index remain cached.
+        """
         notes = request.window_notes
         for block_id in notes.table.blocks:
             self._release(block_id, self._kept)
@@ -238,12 +244,16 @@ class WindowReuse:
     # ---------------------------------------------------------------- lower tiers
 
     def take_filled(self) -> list[KeyedBlock]:
-        """Return the full window blocks that were attached since the last call, for lower tiers."""
+        """Return the full window blocks that were attached to nodes of the prefix index since the
+        last call, for lower tiers to store.
+        """
         filled, self._filled = self._filled, []
         return filled
 
     def clear(self) -> None:
-        """Drop the list of filled blocks not reported yet, because the index has been cleared."""
+        """Forget the filled blocks that ``take_filled`` has not returned yet, because the index has
+        been cleared.
+        """
         self._filled.clear()
 
     def list_lacking(self, nodes: Sequence[PrefixNode], position: int) -> list[int]:
@@ -258,7 +268,9 @@ class WindowReuse:
         return [i for i in range(first, end) if i >= len(nodes) or nodes[i].window_block_id < 0]
 
     def take_for_load(self, num_blocks: int, running: Iterable[Request]) -> list[int] | None:
-        """Allocate window blocks for a load; None if they are reserved for running requests."""
+        """Allocate window blocks to load into; return their ids, or None if too few remain beside
+        those reserved for running requests.
+        """
         promised = sum(map(self._count_promised, running)) + self._num_pinned
         if promised + num_blocks > self.pool.num_blocks:
             return None
@@ -266,16 +278,16 @@ class WindowReuse:
         return [self._allocate() for _ in range(num_blocks)]
 
     def end_load(self, node: PrefixNode | None, block_id: int) -> None:
-        """Release a loaded window block, attached to the node of its tokens if that has none
-        yet.
+        """Attach a loaded window block to the node of its tokens, if that exists and has none yet;
+        then release the load's reference.
         """
         if node is not None and node.window_block_id < 0:
             self._file(node, block_id)
         self.free(block_id)
 
     def hold(self, request: Request) -> None:
-        """Keep references to a request's window blocks at its end, so that other instances can read
-        them.
+        """Keep references to the window blocks of a prefill that ends, so that other instances can
+        read them.
         """
         request.held_window = request.window_notes.table
         for block_id in request.held_window.blocks:
@@ -283,13 +295,15 @@ class WindowReuse:
         self._num_pinned += len(request.held_window.blocks)
 
     def release_hold(self, request: Request) -> None:
-        """Release the window blocks that ``hold`` has kept for a request."""
+        """Release the window blocks that ``hold`` has kept for a request's readers."""
         for block_id in request.held_window.blocks:
             self.free(block_id)
         request.held_window = NO_WINDOW
 
     def free(self, block_id: int) -> None:
-        """Release a window block that a load or a hold has referenced."""
+        """Release the reference of a load or of a hold (blocks kept for a decode instance) to a
+        window block.
+        """
         self._num_pinned -= 1
         self._release(block_id, self._kept)
 
@@ -330,18 +344,20 @@ class WindowReuse:
     # ---------------------------------------------------------------- blocks
 
     def _find_first(self, position: int) -> int:
-        """Return the index of the first block in the window of the token at ``position``."""
+        """Return the index of the first block with a token to which the token at ``position``
+        attends.
+        """
         return max(position - self._reach, 0) // self._block_size
 
     def _is_seen(self, block: int, mark: int) -> bool:
-        """Return True if a block is in the window of the token at ``mark``, or of the one before
-        it.
+        """Return True if the token at position ``mark``, or the one before it, attends to a token
+        of the block with index ``block``, and this block has tokens before ``mark``.
         """
         return self._find_first(max(mark - 1, 0)) <= block < -(-mark // self._block_size)
 
     def _count_reserved(self, request: Request) -> int:
-        """Return the number of blocks reserved for a request, with which it can compute its next
-        token.
+        """Return the number of window blocks reserved for a request, so that it can always compute
+        its next token.
         """
         return min(self._reserve, -(-request.queue.max_total_tokens // self._block_size))
 
@@ -361,19 +377,25 @@ class WindowReuse:
             (self._passed if node in self._passed else self._kept).pop(node)
 
     def _release(self, block_id: int, order: OrderedDict[PrefixNode, None]) -> None:
-        """Drop a reference; without references the block becomes evictable, last in ``order``."""
+        """Drop a reference to a window block; without references it becomes evictable, last in
+        ``order`` of eviction.
+        """
         if self.pool.release(block_id):
             order[self._by_block[block_id]] = None
 
     def _forget(self, node: PrefixNode) -> None:
-        """Detach and free the window block of a node that the index has dropped."""
+        """Detach and free the window block of a node that the prefix index has dropped, if it has
+        one.
+        """
         if node.window_block_id >= 0:
             self._passed.pop(node, None)
             self._kept.pop(node, None)
             self._drop(node)
 
     def _file(self, node: PrefixNode, block_id: int) -> None:
-        """Attach a window block to the index node of its tokens."""
+        """Attach a window block (KV of the sliding-window layers) to the index node of its tokens,
+        so that requests can reuse it.
+        """
         node.window_block_id = block_id
         self._by_block[block_id] = node
         self.pool.hold(block_id)

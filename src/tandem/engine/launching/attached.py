@@ -32,7 +32,7 @@ Connect = Callable[[str, InstanceSpec], SessionClient]
 
 
 class RosterSource(Protocol):
-    """The rosters of the launchers, as a server reads and changes them."""
+    """The lists of instances that launchers send, as a server reads and changes them."""
 
     on_change: Callable[[], None] | None
 
@@ -42,11 +42,11 @@ class RosterSource(Protocol):
         ...
 
     def find(self, name: str) -> RosterEntry | None:
-        """Return the roster entry of the instance with this name, or None."""
+        """Return the entry of the instance with this name in the launchers' rosters, or None."""
         ...
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Wait until ``is_met()`` is True, checking after each change of the roster entries."""
+        """Wait until ``is_met()`` is True, which is asked after each change of the rosters."""
         ...
 
     async def change(self, change: ChangeRoster) -> None:
@@ -106,13 +106,13 @@ class AttachedLauncher:
         return entry if entry is not None and entry.run and entry.stage in SERVES else None
 
     async def prepare(self) -> None:
-        """Do nothing: the launcher starts the instances."""
+        """Do nothing: the launcher process starts the instances."""
 
     async def discard(self) -> None:
-        """Do nothing: nothing was prepared."""
+        """Do nothing: ``prepare`` has started nothing."""
 
     async def close(self) -> None:
-        """Do nothing: the launcher owns the processes."""
+        """Do nothing: the launcher process owns the instances' processes."""
 
 
 class AttachedCluster(ClusterClient):
@@ -217,7 +217,9 @@ class AttachedCluster(ClusterClient):
             await self._sync()
 
     async def _sync(self) -> None:
-        """Update the instances, roles and drains from the launchers' rosters."""
+        """Update the instances, their roles and their drains from the rosters (lists of instances)
+        that the launchers have sent.
+        """
         async with self._changing:
             await self._take_rosters()
 

@@ -18,7 +18,7 @@ CHANGE = "change"
 
 
 class RosterEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance in a launcher's roster."""
+    """An instance in the roster (the list of instances) that a launcher sends to servers."""
 
     name: str
     """Name of the instance, unique in the cluster."""
@@ -37,14 +37,14 @@ class RosterEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):
-    """All instances of a launcher; the reply to ``ROSTER`` and ``CHANGE``, and an event."""
+    """All instances that a launcher owns; the reply to ``ROSTER`` and ``CHANGE``, and an event."""
 
     launcher: str
     instances: list[RosterEntry]
 
 
 class ChangeRoster(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to change an instance of the launcher."""
+    """A request to a launcher to change, add or remove one of its instances."""
 
     action: Literal["role", "drain", "undrain", "restart", "add", "remove"]
     instance: str = ""

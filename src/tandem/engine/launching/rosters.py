@@ -34,7 +34,7 @@ SERVES = (InstanceStage.LOADING, InstanceStage.READY)
 
 
 class _Link:
-    """The connection to one launcher, renewed whenever it is lost."""
+    """The connection of a server to one launcher, renewed whenever it is lost."""
 
     def __init__(self, url: str, auth: Auth, rpc: RpcConfig, on_change: Callable[[], None]) -> None:
         self.url = url
@@ -150,17 +150,18 @@ class Rosters:
         return list(by_name.values())
 
     def find(self, name: str) -> RosterEntry | None:
-        """Return the roster entry of the instance with this name, or None."""
+        """Return the entry of the instance with this name in the launchers' rosters, or None."""
         return next((entry for entry in self.entries if entry.name == name), None)
 
     async def wait_for(self, is_met: Callable[[], bool]) -> None:
-        """Wait until ``is_met()`` is True, checking after each change of the roster entries."""
+        """Wait until ``is_met()`` is True, which is asked after each change of the rosters."""
         while not is_met():
             changed = self._changed
             await changed.wait()
 
     async def wait_first(self, timeout_s: float) -> None:
-        """Wait until at least one launcher has sent a roster with an instance.
+        """Wait until at least one launcher has sent its roster (its list of instances) with an
+        instance in it.
 
         Raises: DeadlineError (``timeout_s`` has passed; the message gives the last failure).
         """
@@ -173,8 +174,8 @@ class Rosters:
             raise DeadlineError("cluster.attach", f"{what}: {reasons or 'no address'}") from None
 
     async def change(self, change: ChangeRoster) -> None:
-        """Send a change to the launcher that owns the instance, or an addition to the smallest
-        launcher.
+        """Send a change to the launcher that owns the instance or, to add one, to the launcher with
+        the fewest instances.
 
         Raises: NotFoundError (no such instance); PeerLostError (its launcher is not connected);
             errors of the launcher.
@@ -214,7 +215,9 @@ class Rosters:
             await self._resolve()
 
     async def _resolve(self) -> None:
-        """Resolve the launchers' addresses; connect to new ones and drop those that have left."""
+        """Resolve the launchers' host names: connect to new addresses, and forget launchers and
+        their instances that were lost too long ago.
+        """
         wanted: dict[str, Auth] = {}
         for url in self._urls:
             for place in await _find_places(url):
@@ -235,8 +238,8 @@ class Rosters:
 
 
 async def _find_places(url: str) -> list[str]:
-    """Return the URL of each launcher that a URL's host name resolves to; empty if it does not
-    resolve.
+    """Return one URL for each address that a launcher URL's host name resolves to, each address
+    being a launcher's; empty if it does not resolve.
     """
     endpoint = parse_endpoint(url)
     if endpoint.is_local_socket:

@@ -42,7 +42,9 @@ it."""
 
 
 class OwnedLauncher(Launcher, Protocol):
-    """A ``Launcher`` that also reports the endpoint of its latest process."""
+    """A ``Launcher`` of one instance that also reports the endpoint of the latest process it
+    started.
+    """
 
     endpoint: str
     """Endpoint of the latest process; empty before the first start."""
@@ -116,7 +118,9 @@ class OwnedCluster(ClusterClient):
         self._on_roster()
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
-        """Drain an instance or end its drain; servers learn this from the roster."""
+        """Drain an instance or end its drain; servers, which send the requests, learn this from the
+        roster.
+        """
         await super().drain(name, is_draining=is_draining)
         self._on_roster()
 
@@ -142,7 +146,9 @@ class OwnedCluster(ClusterClient):
         await self._wait_idle(name, patience_s)
 
     async def restart(self, name: str, *, patience_s: float = DRAIN_S) -> None:
-        """Drain an instance, wait until it has no requests, and restart it."""
+        """Drain an instance, wait until it has no requests (at most ``patience_s`` seconds), and
+        restart it.
+        """
         try:
             await super().restart(name, patience_s=patience_s)
         finally:
@@ -182,7 +188,7 @@ class OwnedCluster(ClusterClient):
 
     @property
     def num_changes(self) -> int:
-        """Number of changes in progress that servers have asked for."""
+        """Number of changes of instances in progress that servers have asked for."""
         return len(self._changes)
 
     async def __aexit__(self, *details: object) -> None:
@@ -192,7 +198,7 @@ class OwnedCluster(ClusterClient):
         await super().__aexit__(*details)
 
     def list_entries(self) -> list[RosterEntry]:
-        """Return the roster."""
+        """Return the roster, which has one entry for each instance of this launcher."""
         entries: list[RosterEntry] = []
         for member, status in zip(self._members, self.instances, strict=True):
             launcher = self._launchers[member.name]
@@ -309,8 +315,8 @@ class LauncherService:
         return Roster(launcher=self._identity.name, instances=entries)
 
     def _note_change(self) -> None:
-        """Send the roster to all servers, once for all changes in one iteration of the event
-        loop.
+        """Send the roster (the list of instances) to all servers, once for all changes in one
+        iteration of the event loop.
         """
         if not self._is_telling:
             self._is_telling = True
@@ -336,7 +342,9 @@ class LauncherService:
 
 
 def make_prefix(launcher: str) -> str:
-    """Return the prefix of the names of a launcher's instances, made from the launcher's name."""
+    """Return the prefix of the names of a launcher's instances, made from the launcher's name;
+    empty if it has none.
+    """
     return f"{launcher}-" if launcher else ""
 
 

@@ -21,7 +21,9 @@ def read_cluster_secret(config: ClusterConfig) -> str | None:
 
 
 def derive_transfer_secret(secret: str) -> str:
-    """Return the secret of the transfer engine; the cluster's secret cannot be computed from it."""
+    """Return the secret of the transfer engine, derived from the cluster's secret, which cannot be
+    computed from it.
+    """
     return _derive(secret, b"transfer v1")
 
 

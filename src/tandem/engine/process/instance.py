@@ -124,15 +124,15 @@ class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compat_facts() -> dict[str, str]:
-    """Return the facts in which a server and an instance must agree to connect: the wire
-    version.
+    """Return the facts in which a server and an instance must agree to connect, now the version of
+    their wire format.
     """
     return {"wire_version": str(WIRE_VERSION)}
 
 
 class Instance:
-    """The state that both threads share: the stage, the engine once it exists, the owners of
-    requests.
+    """State that the two threads of an instance process share: the stage, the engine once it
+    exists, and which server sent which request.
     """
 
     def __init__(self, spec: InstanceSpec) -> None:
@@ -213,7 +213,9 @@ class Instance:
     # The methods below are called on the event loop and on the main thread.
 
     def set_stage(self, stage: StageChanged) -> None:
-        """Set the stage, or the progress within it, and tell the servers. Any thread."""
+        """Set the instance's stage (loading, ready, ...), or the progress within it, and tell the
+        servers. Any thread.
+        """
         if stage.stage is not self._stage.stage:
             logger.info("event=stage stage=%s detail=%r", stage.stage, stage.detail)
         self._stage = stage
@@ -422,7 +424,7 @@ class Instance:
 
 
 def read_spec(line: bytes) -> InstanceSpec:
-    """Decode the line of configuration."""
+    """Decode the instance's settings from the line on standard input."""
     return msgspec.json.decode(line, type=InstanceSpec)
 
 

@@ -68,7 +68,7 @@ Res = TypeVar("Res")
 
 
 class ServerPeer(Protocol):
-    """A connected server."""
+    """The connection to one server process, which sends requests to this instance."""
 
     def push_threadsafe(self, event: msgspec.Struct) -> None:
         """Send an event; callable from any thread. Raises PeerLostError if the session is lost."""
@@ -76,15 +76,19 @@ class ServerPeer(Protocol):
 
 
 class StoreLookups(Protocol):
-    """The store tier's operations for arriving requests."""
+    """The questions about the store that an arriving request brings; the store tier answers
+    them.
+    """
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
-        """Return how many leading blocks of a chain the store has; None if it does not answer."""
+        """Return how many leading blocks of a chain (a prompt's blocks in order) the store has;
+        None if it does not answer.
+        """
         ...
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """Ask the store to evict these blocks later than others, for ``pin_s`` seconds; does not
-        wait.
+        """Ask the store to evict the blocks with these keys later than others, for ``pin_s``
+        seconds; does not wait.
         """
         ...
 
@@ -111,17 +115,23 @@ class Adapters(Protocol):
     """The LoRA adapters of the model; the methods block."""
 
     def load(self, source: AdapterSource, *, is_confined: bool = False) -> AdapterInfo:
-        """Load an adapter."""
+        """Load a LoRA adapter into the model, unless it is loaded already; return its facts. If
+        ``is_confined``, it must lie in the folder that the settings allow.
+        """
         ...
 
     def unload(self, digest: str) -> None:
-        """Refuse further requests for an adapter."""
+        """Refuse further requests for the adapter with this digest; it is freed when its requests
+        have ended.
+        """
         ...
 
 
 @dataclass(slots=True)
 class _Arrivals:
-    """The numbers of the requests that one server has sent, and the load last reported to it."""
+    """The progress of one server's requests, by the numbers of those that have arrived, and the
+    load last reported to it.
+    """
 
     num_received: int = 0
     pending: set[int] = field(default_factory=set[int])
@@ -210,18 +220,19 @@ class InstanceApi:
 
     @property
     def num_owned(self) -> int:
-        """Number of requests whose sender is remembered: live ones, and ones that are being
-        added.
+        """Number of requests for which the sending server is remembered: live ones, and ones that
+        are being added.
         """
         return len(self._owners)
 
     async def add(self, peer: ServerPeer, request: AddRequest) -> Empty:
-        """Queue a request.
+        """Queue a request, after asking the store, if there is one, which of its blocks it has.
 
         Raises: errors of ``Engine.add``.
         """
         engine = self.engine
-        # Register the owner before the engine can produce output for the request.
+        # Register the owner (the server that sent the request) before the engine can produce output
+        # for the request.
         owner = self._owners.setdefault(request.request_id, peer)
         arrivals = self._note_arrival(peer, request.number)
         try:
@@ -291,7 +302,9 @@ class InstanceApi:
         return missing.num_cached + lookup.found_blocks, lookup
 
     def take_event(self, peer: ServerPeer, event: CancelRequest | ReleaseHold) -> None:
-        """Cancel a request of this server, or release held blocks; unknown ids are ignored."""
+        """Cancel a request of this server, or release the blocks held for an ended prefill; unknown
+        ids are ignored.
+        """
         if isinstance(event, ReleaseHold):
             self.engine.release_hold(event.request_id)
         elif self._owners.get(event.request_id) is peer and not self.engine.cancel(
@@ -371,8 +384,8 @@ class InstanceApi:
         return num_freed
 
     def forget_peer(self, peer: ServerPeer, error: TandemError) -> None:
-        """Cancel the requests of a lost server."""
-        # Iterate over a copy: the engine's thread removes owners meanwhile.
+        """Cancel the requests of a server whose connection was lost, and forget the server."""
+        # Iterate over a copy: the engine's thread removes the entries of ended requests meanwhile.
         lost = [request_id for request_id, owner in list(self._owners.items()) if owner is peer]
         logger.info("event=server_lost requests=%d reason=%s", len(lost), error)
         with self._counting:
@@ -414,7 +427,7 @@ class InstanceApi:
                 peer.push_threadsafe(event)
 
     def _measure_loads(self, *, is_busy: bool) -> dict[ServerPeer, InstanceLoad]:
-        """Return the present load for each server to which one should be sent now.
+        """Return the instance's present load, for each server to which it should be sent now.
 
         ``is_busy``: True if there are outputs; reports then have a minimum interval.
         """

@@ -42,16 +42,16 @@ class _Keys:
         """By reader: for each changed key, True if it is now in the set."""
 
     def open(self, reader: Hashable) -> None:
-        """Begin to collect changes for a reader."""
+        """Begin to collect, for a reader (one connected server), the keys added and removed."""
         if reader not in self._changes:
             self._changes[reader] = dict.fromkeys(self._held, True)
 
     def close(self, reader: Hashable) -> None:
-        """Drop a reader and its changes."""
+        """Drop a reader and the changes collected for it."""
         self._changes.pop(reader, None)
 
     def note(self, key: int, *, is_held: bool) -> None:
-        """Record that a key is now in the set (``is_held``), or no longer."""
+        """Record that a key has been added to the set (``is_held``), or removed from it."""
         if self._is_remembered:
             (self._held.add if is_held else self._held.discard)(key)
         for changes in self._changes.values():
@@ -61,7 +61,9 @@ class _Keys:
             changes[key] = is_held
 
     def clear(self) -> None:
-        """Empty the set; the caller tells readers to forget all keys."""
+        """Empty the set and the changes collected for readers. The caller tells the readers to
+        forget all keys.
+        """
         self._held.clear()
         for changes in self._changes.values():
             changes.clear()
@@ -101,14 +103,16 @@ class BlockInventory:
         tokens."""
 
     def open(self, reader: Hashable) -> None:
-        """Begin to collect changes for a reader, beginning with all present blocks."""
+        """Begin to collect changes for a reader (one connected server); the first changes are all
+        present blocks.
+        """
         with self._lock:
             self._readers.add(reader)
             for keys in (self._blocks, self._group, self._in_store):
                 keys.open(reader)
 
     def close(self, reader: Hashable) -> None:
-        """Drop a reader and its changes."""
+        """Drop a reader and the changes collected for it."""
         with self._lock:
             self._readers.discard(reader)
             self._resets.discard(reader)
@@ -116,7 +120,9 @@ class BlockInventory:
                 keys.close(reader)
 
     def take(self, reader: Hashable) -> BlockChanges | None:
-        """Return the changes that a reader was not told yet; None if there are none."""
+        """Return the changes of cached blocks that a reader was not told yet; None if there are
+        none.
+        """
         with self._lock:
             if reader not in self._readers:
                 return None
@@ -131,7 +137,9 @@ class BlockInventory:
         return None if changes == NO_CHANGES else changes
 
     def note_in_store(self, keys: Iterable[bytes], *, is_there: bool) -> None:
-        """Record that the store has these blocks, or does not have them."""
+        """Record that the store has the blocks with these keys or, if not ``is_there``, that it
+        lacks them.
+        """
         with self._lock:
             for key in keys:
                 self._in_store.note(cut_key(key), is_held=is_there)
@@ -162,14 +170,16 @@ class BlockInventory:
             self._resets |= self._readers
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Record that a snapshot after a block can now be found."""
+        """Record that a snapshot (the recurrent state after a block) can now be found."""
         key = cut_key(snapshot.parent_key)
         with self._lock:
             self._num_states[key] += 1
             self._group.note(key, is_held=True)
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """Record that a snapshot was removed; others after the same block may remain."""
+        """Record that a snapshot (saved recurrent state) was removed; others after the same block
+        may remain.
+        """
         key = cut_key(snapshot.parent_key)
         with self._lock:
             self._num_states[key] -= 1

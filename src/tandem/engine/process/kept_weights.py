@@ -24,7 +24,8 @@ cache."""
 
 
 class KeptWeights:
-    """Read-only mappings of all complete files of packed weights in some folders.
+    """Read-only mappings of all complete files of packed weights in some folders, which keep these
+    files in memory while an instance sleeps.
 
     Args:
         folders: folders on this machine (``InstanceInfo.packed_folders``).
@@ -51,7 +52,7 @@ class KeptWeights:
         self.size_bytes += len(mapped)
 
     def close(self) -> None:
-        """Unmap all files. Idempotent."""
+        """Unmap all files of packed weights. Idempotent."""
         for mapped in self._mapped:
             mapped.close()
         self._mapped.clear()

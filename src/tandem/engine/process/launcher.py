@@ -43,8 +43,8 @@ class InstanceChild(Protocol):
         ...
 
     async def end(self, *, is_lost: bool = False) -> None:
-        """End the process, by force if it does not end in time; it gets less time if
-        ``is_lost``.
+        """End the process, by force if it does not end in time. A process that is lost
+        (``is_lost``, it no longer answers) gets less time.
         """
         ...
 
@@ -67,11 +67,13 @@ class Launcher(Protocol):
         ...
 
     async def prepare(self) -> None:
-        """Do the part of the next start that needs no settings, such as imports. Idempotent."""
+        """Do in advance the part of the next start that needs no settings, such as imports.
+        Idempotent.
+        """
         ...
 
     async def discard(self) -> None:
-        """Undo ``prepare``. Idempotent."""
+        """End what ``prepare`` has started for the next start. Idempotent."""
         ...
 
     async def close(self) -> None:
@@ -124,7 +126,7 @@ class ProcessLauncher:
         return self._folder
 
     async def discard(self) -> None:
-        """Kill the prepared process, if there is one."""
+        """Kill the process that ``prepare`` has started in advance, if there is one."""
         process, self._prepared = self._prepared, None
         if process is not None:
             exited = asyncio.create_task(process.wait())

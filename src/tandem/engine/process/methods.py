@@ -45,7 +45,7 @@ LOAD_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class InstanceMethod(Generic[Req, Res]):
-    """A method that servers call."""
+    """An RPC method of an instance that servers call."""
 
     name: str
     """Name of the method on the wire; unique."""

@@ -27,7 +27,7 @@ class OutputStream:
         self._queue.put_nowait(output)
 
     async def cancel(self) -> None:
-        """Cancel the request. Idempotent; no effect after the last output."""
+        """Cancel the request and end the stream. Idempotent; no effect after the last output."""
         if not self._has_ended:
             self._has_ended = True
             self._cancel(self._request_id)

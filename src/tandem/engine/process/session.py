@@ -53,7 +53,9 @@ class SessionClient(Protocol):
         ...
 
     def on_peer_lost(self, callback: Callable[[Peer, TandemError], None]) -> None:
-        """Set the callback for the loss of the session. Call it before connecting."""
+        """Set the callback for the loss of the session with the instance. Call it before
+        connecting.
+        """
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -67,7 +69,7 @@ class SessionClient(Protocol):
         ...
 
     def push(self, event: msgspec.Struct) -> None:
-        """Send an event."""
+        """Send the instance an event (a message without an answer)."""
         ...
 
 
@@ -161,8 +163,8 @@ class InstanceSession:
             self._client.push(CancelRequest(request_id=request_id))
 
     def release_hold(self, request_id: str) -> None:
-        """Release the blocks that the instance holds for an ended prefill; do nothing if it is
-        lost.
+        """Release the blocks that the instance holds for an ended prefill; do nothing if the
+        instance is lost.
         """
         with contextlib.suppress(TandemError):
             self._client.push(ReleaseHold(request_id=request_id))
@@ -193,7 +195,9 @@ class InstanceSession:
                 self._lost.set_result(event.detail)
 
     def _fail_sinks(self, text: str) -> None:
-        """End all live requests with an error, because no output comes for them any more."""
+        """Send an error as the last output of every live request of this session, because no output
+        comes for them any more.
+        """
         error = PeerLostError("engine.run", text)
         sinks, self._sinks = self._sinks, {}
         for request_id, put in sinks.items():

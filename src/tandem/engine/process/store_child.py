@@ -94,8 +94,8 @@ class StoreChild:
         self.store = msgspec.structs.replace(
             self._given,
             master=f"ipc://{self._folder / 'store.sock'}",
-            # Use one name for every store process of this server, so that a restart finds the
-            # segment.
+            # Use one name for every store process of this server, so that a restarted one finds the
+            # segment (the shared memory with the objects) of the one before.
             name=f"serve-{os.getpid()}",
             segment_bytes=self._given.memory_bytes,
             memory="",

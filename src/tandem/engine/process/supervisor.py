@@ -102,7 +102,7 @@ class InstanceSupervisor:
 
     @property
     def stage(self) -> StageChanged:
-        """The latest stage."""
+        """The latest stage of the instance (starting, loading, ready, failed, ...)."""
         return self._stage
 
     @property
@@ -112,7 +112,7 @@ class InstanceSupervisor:
 
     @property
     def is_connected(self) -> bool:
-        """True while the present process answers."""
+        """True while the present process of the instance is connected and answers."""
         return self._session is not None and self._session.is_connected
 
     async def wait_ready(self) -> InstanceInfo:
@@ -130,7 +130,7 @@ class InstanceSupervisor:
         self._spec = msgspec.structs.replace(self._spec, adapters=tuple(sources))
 
     def set_role(self, role: InstanceRole) -> None:
-        """Set the role that the instance has at its next start."""
+        """Set the role (prefill, decode or unified) that the instance has at its next start."""
         self._spec = msgspec.structs.replace(self._spec, role=role)
 
     async def restart(self) -> None:
@@ -160,7 +160,9 @@ class InstanceSupervisor:
         await self._launcher.prepare()
 
     async def evict(self) -> None:
-        """Give up the process started in advance and the mapped weights of a sleeping instance."""
+        """End the process started in advance and unmap the packed weights, both kept for a fast
+        start; does nothing unless the instance sleeps.
+        """
         if self._asleep.is_set():
             self._drop_kept()
             await self._launcher.discard()
@@ -176,7 +178,7 @@ class InstanceSupervisor:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of packed weights mapped for a sleeping instance."""
+        """Bytes of packed weights that are kept mapped in memory while the instance sleeps."""
         return 0 if self._kept is None else self._kept.size_bytes
 
     def _drop_kept(self) -> None:
@@ -185,7 +187,7 @@ class InstanceSupervisor:
             kept.close()
 
     def require_session(self) -> InstanceSession:
-        """Return the present session.
+        """Return the session with the present process of the instance.
 
         Raises: PeerLostError (the instance is starting or being replaced).
         """
@@ -232,7 +234,7 @@ class InstanceSupervisor:
             pause_s = min(2 * pause_s, RESTART_PAUSE_MAX_S)
 
     async def _rest(self) -> None:
-        """Wait, without a process, until ``wake`` is called."""
+        """Wait, while the instance sleeps and has no process, until ``wake`` is called."""
         self._restarting.clear()
         self._set_stage(StageChanged(InstanceStage.SLEEPING))
         self._asleep.set()
@@ -284,7 +286,9 @@ class InstanceSupervisor:
             self._child = None
 
     async def _watch_silence(self, session: InstanceSession) -> None:
-        """Start the next process in advance when the present one was silent for half its lease."""
+        """Start the next process in advance when the present one was silent for half its lease (the
+        time after which it counts as lost).
+        """
         lease_s = self._spec.rpc.lease_ms / 1e3
         while True:
             await asyncio.sleep(lease_s / LOOKS_PER_LEASE)

@@ -104,7 +104,9 @@ class Admission:
         return [entry[4] for entry in keyed]
 
     def _is_barred(self, request: Request, now_s: float) -> bool:
-        """Return True if a request must wait for one that was overtaken too often."""
+        """Return True if a request must wait because an earlier one of the same client and priority
+        was overtaken too often.
+        """
         return any(
             other.queue.num_overtaken >= MAX_OVERTAKEN
             and other.sequence_id < request.sequence_id
@@ -114,7 +116,9 @@ class Admission:
         )
 
     def _note_overtaken(self, admitted: Request) -> None:
-        """Count an admission against the requests that it overtook."""
+        """Count, for each earlier request of the same client and priority that still waits, that
+        the admitted request has overtaken it.
+        """
         for request in self._state.waiting:
             if (request.priority, request.client) == (admitted.priority, admitted.client):
                 request.queue.num_overtaken += request.sequence_id < admitted.sequence_id
@@ -141,8 +145,8 @@ class Admission:
             return False
         if state.windows is not None and not state.windows.can_start(request, match, state.running):
             return False
-        # Preemption cannot free blocks that are committed to holds and loads, so running requests
-        # must be able to reach full length without them.
+        # Preemption cannot free blocks of holds (kept for decode instances to read) and of loads,
+        # so running requests must be able to reach full length without them.
         committed = state.count_committed() - state.loads.count_releasable(request)
         if request.prefill_lease_s is not None:
             committed += state.count_largest()

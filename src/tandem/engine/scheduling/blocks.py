@@ -49,29 +49,37 @@ class BlockCopy(NamedTuple):
 
 
 def make_state_id(slot: int) -> int:
-    """Return the id by which transfers name a state slot: -1 - slot, so never a block id."""
+    """Return the id by which transfers (loads and stores) name a state slot: -1 - slot, so never a
+    block id.
+    """
     return -1 - slot
 
 
 def find_state_slot(block_id: int) -> int | None:
-    """Return the state slot of a transfer's id; None if the id is a block's."""
+    """Return the state slot that an id of a transfer (a load or a store) names; None if it names a
+    block.
+    """
     return -1 - block_id if block_id < 0 else None
 
 
 def make_window_id(block_id: int) -> int:
-    """Return the id that transfers use for a window block: its block id plus ``WINDOW_BASE``."""
+    """Return the id by which transfers (loads and stores) name a window block: its block id plus
+    ``WINDOW_BASE``.
+    """
     return WINDOW_BASE + block_id
 
 
 def find_window_block(block_id: int) -> int | None:
-    """Return the id in its pool of the window block that a transfer names; None if it names
-    another.
+    """Return the block id, in the pool of window blocks, that an id of a transfer names; None if it
+    names a full block or a state.
     """
     return block_id - WINDOW_BASE if block_id >= WINDOW_BASE else None
 
 
 def is_full_block(block_id: int) -> bool:
-    """Return True if a transfer's id is that of a block of the layers that attend to all tokens."""
+    """Return True if an id of a transfer names a full block, one of the layers that attend to all
+    tokens.
+    """
     return 0 <= block_id < WINDOW_BASE
 
 
@@ -143,7 +151,9 @@ class BlockPool:
 
     @property
     def is_short(self) -> bool:
-        """True from a failed attempt to reserve memory for blocks until ``retry`` succeeds."""
+        """True while memory for more blocks is lacking: from a failed attempt to reserve some until
+        ``retry`` succeeds.
+        """
         return self.num_blocks < self._num_planned
 
     @property
@@ -241,13 +251,17 @@ class BlockPool:
         return False
 
     def hold(self, block_id: int) -> None:
-        """Mark a used block as indexed, so that it stays cached after its last reference."""
+        """Mark a block as being in the prefix index, so that it stays cached after its last
+        reference. It must be referenced now.
+        """
         assert self._num_refs[block_id] > 0, f"hold of unreferenced block {block_id}"
         assert not self._is_held[block_id], f"second hold of block {block_id}"
         self._is_held[block_id] = True
 
     def drop_hold(self, block_id: int) -> None:
-        """Mark a block as no longer indexed; if it has no references, it becomes free."""
+        """Mark a block as no longer in the prefix index; if it has no references, it becomes
+        free.
+        """
         assert self._is_held[block_id], f"drop_hold of block {block_id} that is not held"
         self._is_held[block_id] = False
         if self._num_refs[block_id] == 0:

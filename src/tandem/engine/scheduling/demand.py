@@ -10,7 +10,8 @@ __all__ = ["measure_load"]
 
 
 def measure_load(state: SchedulerState) -> InstanceLoad:
-    """Return the load that live requests put on the instance. O(live requests).
+    """Return the load that live requests put on the instance: the tokens and blocks that they still
+    need. O(live requests).
 
     An upper bound: a block that several requests share is counted once for each.
     """

@@ -49,7 +49,9 @@ class BlockHolds:
 
     @property
     def next_end_s(self) -> float:
-        """Time at which the first lease ends, in monotonic seconds; ``inf`` if nothing is held."""
+        """Time at which the first lease (the time limit of held blocks) ends, in monotonic seconds;
+        ``inf`` if nothing is held.
+        """
         return min((until_s for _, until_s in self._holds.values()), default=math.inf)
 
     def hold(self, request: Request, until_s: float) -> None:
@@ -73,8 +75,8 @@ class BlockHolds:
         return None if hold is None else hold[0]
 
     def release(self, request_id: str) -> bool:
-        """Release the blocks held for a request; return False if none are, for example after the
-        lease.
+        """Release the blocks held for a request; return False if none are held, for example after
+        the end of their lease.
         """
         hold = self._holds.pop(request_id, None)
         if hold is None:
@@ -90,17 +92,17 @@ class BlockHolds:
         return True
 
     def expire(self, now_s: float) -> None:
-        """Release the blocks of all holds whose lease has ended."""
+        """Release the blocks held for ended prefills whose lease (time limit) has ended."""
         ended = [name for name, (_, until_s) in self._holds.items() if until_s <= now_s]
         for request_id in ended:
             self.release(request_id)
 
     def list_slots(self) -> Sequence[int]:
-        """Return the state slots of held requests, for consistency checks."""
+        """Return the state slots that are held for ended prefills, for consistency checks."""
         return [request.state_notes.slot for request, _ in self._holds.values()]
 
     def list_window_blocks(self) -> Sequence[int]:
-        """Return the window blocks of held requests, for consistency checks."""
+        """Return the window blocks that are held for ended prefills, for consistency checks."""
         return [b for request, _ in self._holds.values() for b in request.held_window.blocks]
 
     def list_references(self) -> Sequence[int]:

@@ -93,7 +93,9 @@ class Lifecycle:
             self._add_deadline(request, request.deadline_s)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request with ``FinishReason.CANCELLED``; see ``Scheduler.cancel``."""
+        """End a request with ``FinishReason.CANCELLED``; return False if it is not live. See
+        ``Scheduler.cancel``.
+        """
         request = self._state.requests.get(request_id)
         if request is None:
             return False
@@ -104,8 +106,8 @@ class Lifecycle:
         return True
 
     def continue_request(self, request_id: str, token_ids: Sequence[int]) -> bool:
-        """Append the tokens that another instance has generated; see
-        ``Scheduler.continue_request``.
+        """Append the tokens that another instance has generated; return False if the request does
+        not wait for them. See ``Scheduler.continue_request``.
         """
         request = self._state.requests.get(request_id)
         if request is None or not request.awaits_continuation:
@@ -145,7 +147,9 @@ class Lifecycle:
         now_s: float,
         finished: Mapping[str, FinishReason],
     ) -> list[Request]:
-        """Record the outcome of the oldest plan in flight; return the requests that it ended."""
+        """Record the outcome of the oldest plan in flight, whose step has ended; return the
+        requests that it ended.
+        """
         state = self._state
         if not state.in_flight or plan is not state.in_flight[0]:
             raise ConflictError("engine.complete", "not the oldest plan in flight")
@@ -188,8 +192,8 @@ class Lifecycle:
         return ended
 
     def settle(self, plan: StepPlan) -> bool:
-        """Remove ended requests from a plan made ahead, and renew the block tables of the
-        others.
+        """Remove ended requests from a plan that was made while a step ran, and renew the block
+        tables of the others; return False if nothing is left of it.
         """
         state = self._state
         if not state.in_flight or plan is not state.in_flight[0]:
@@ -218,7 +222,9 @@ class Lifecycle:
         return not plan.is_empty
 
     def _advance(self, sequence: ScheduledSequence) -> None:
-        """Advance a request by the tokens that a step computed, and index its full blocks."""
+        """Advance a request by the tokens that a step computed for it, and put its full blocks into
+        the prefix index.
+        """
         request = sequence.request
         request.num_computed_tokens += sequence.num_tokens - sequence.num_drafts
         is_prompt_end = request.queue.is_prefilling and request.num_remaining_tokens == 0
@@ -235,7 +241,9 @@ class Lifecycle:
         reason: FinishReason | None,
         now_s: float,
     ) -> FinishReason | None:
-        """Append the tokens of a sequence; return why its request ends, if it does."""
+        """Append the tokens that a step has given for a sequence to its request; return why the
+        request ends, None if it goes on.
+        """
         request = sequence.request
         limit = request.queue.max_total_tokens
         if request.queue.is_cancelled:
@@ -266,7 +274,9 @@ class Lifecycle:
         return None
 
     def finish(self, request: Request, reason: FinishReason, now_s: float | None) -> None:
-        """End a live request that is in no plan in flight, and release its blocks."""
+        """End a live request, which must be in no plan in flight (plan of a step not recorded yet),
+        and release its blocks.
+        """
         state = self._state
         if reason is FinishReason.PREFILLED:
             assert now_s is not None, f"request {request.request_id} is prefilled between steps"
@@ -316,7 +326,7 @@ class Lifecycle:
 
 
 def _land(sequence: ScheduledSequence) -> None:
-    """Subtract a completed sequence from its request's counters of plans in flight."""
+    """Subtract a sequence of a completed step from its request's counters of plans in flight."""
     queue = sequence.request.queue
     queue.num_plans -= 1
     queue.num_tokens_in_flight -= sequence.num_tokens

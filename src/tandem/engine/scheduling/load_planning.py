@@ -66,7 +66,8 @@ class LoadPlanning:
     def _start_load(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> list[BlockLoad]:
-        """Start a load of at most ``room`` blocks for a waiting request; return its transfers.
+        """Start a load of at most ``room`` blocks for a waiting request; return the transfers (one
+        for each block) that it consists of.
 
         Returns an empty list if no load is possible, or if the planner prefers to compute.
         """

@@ -48,7 +48,9 @@ class LoadDecision(NamedTuple):
 
 
 class TierPlanner(Protocol):
-    """The decision to load blocks of a prompt or to compute them. Pure: no clock, no waiting."""
+    """The decision whether to load blocks of a prompt from lower tiers or to compute them. Pure: no
+    clock, no waiting.
+    """
 
     def choose_load(
         self, request: Request, keys: Sequence[bytes], num_matched: int, now_s: float
@@ -69,7 +71,7 @@ class TierPlanner(Protocol):
 
 
 class WindowLoad(NamedTuple):
-    """A window block to load: the KV of the sliding-window layers for one block of the prompt."""
+    """A window block (KV of the sliding-window layers for one block of the prompt) to load."""
 
     position: int
     """Index of the block in the prompt."""
@@ -80,7 +82,7 @@ class WindowLoad(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """The load of one request."""
+    """The load of KV blocks for one request, from the store or from a prefill instance."""
 
     node: PrefixNode
     """Node of the last block of ``path``, or the root."""
@@ -136,14 +138,16 @@ class BlockLoads:
 
     @property
     def num_in_transfer(self) -> int:
-        """Number of full blocks that a transfer may still write into, also for requests that have
+        """Number of full blocks that a load may still write into, also for requests that have
         ended.
         """
         return sum(map(is_full_block, self._in_transfer))
 
     @property
     def num_pinned(self) -> int:
-        """Number of block references that loads own; preemption cannot free these blocks."""
+        """Number of references to blocks that loads in progress own; preemption cannot free these
+        blocks.
+        """
         return self._num_pinned
 
     def count_releasable(self, request: Request) -> int:
@@ -252,15 +256,15 @@ class BlockLoads:
             self._advance(request, load)
 
     def give_up_all(self) -> list[Request]:
-        """End all loads; return their requests."""
+        """End the loads of all requests; return these requests."""
         requests = list(self._loads)
         for request in requests:
             self.give_up(request)
         return requests
 
     def take_dropped(self) -> list[BlockLoad]:
-        """Return the transfers that still run although their load was given up; each is returned
-        once.
+        """Return the transfers into blocks that still run although their request's load was given
+        up; each is returned once.
         """
         dropped = [d for d in self._dropped if self._in_transfer.get(d.block_id) is d]
         self._dropped = []
@@ -288,7 +292,8 @@ class BlockLoads:
         return done + list(self._in_transfer)
 
     def _end_transfers(self, request: Request, block_ids: Sequence[int]) -> _Load | None:
-        """Record that transfers into these blocks have ended; return the request's load, if any.
+        """Record that nothing writes into these blocks any more; return the request's load, None if
+        it has ended or was given up.
 
         Blocks that the load no longer wants are released.
         """

@@ -57,8 +57,8 @@ class BlockLoad(NamedTuple):
 
 
 class StateSave(NamedTuple):
-    """A copy of a request's state, after the step has computed up to ``position``, to a snapshot
-    slot.
+    """A copy, after the step, of a request's recurrent state to a snapshot's slot; the state then
+    covers the tokens up to ``position``.
     """
 
     request: Request
@@ -117,7 +117,7 @@ class StepPlan(msgspec.Struct, eq=False):
 
     @property
     def is_empty(self) -> bool:
-        """True if there are no tokens to compute. Such a plan is not completed; it may still have
-        loads.
+        """True if there are no tokens to compute. Such a plan needs no ``Scheduler.complete``; it
+        may still have loads.
         """
         return not self.sequences

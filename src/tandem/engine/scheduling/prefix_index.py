@@ -41,7 +41,9 @@ MAX_FORGOTTEN = 65_536
 
 
 class PrefixNode:
-    """A block in the tree, or a root (``block_id`` -1, no tokens). Only the index changes it."""
+    """A cached block in the tree of prefixes, or a root (``block_id`` -1, no tokens). Only the
+    index changes it.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -84,7 +86,9 @@ class PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The longest part of a prompt that the index holds."""
+    """The longest part of a prompt that the prefix index holds, with the blocks that have its
+    KV.
+    """
 
     nodes: list[PrefixNode]
     """Full blocks from the start of the prompt, which a request can share without copying."""
@@ -103,7 +107,9 @@ class PrefixMatch:
     """
 
     def without_copy(self) -> "PrefixMatch":
-        """Return this match without the partly matching block, so that nothing need be copied."""
+        """Return this match without the block that matches only in part, so that no block need be
+        copied.
+        """
         return replace(
             self,
             num_tokens=self.num_tokens - self.num_source_tokens,
@@ -114,7 +120,9 @@ class PrefixMatch:
     def cut(
         self, position: int, block_size: int, snapshot: Snapshot | None = None
     ) -> "PrefixMatch":
-        """Return the part of this match up to token ``position``, with the snapshot taken there."""
+        """Return the part of this match up to token ``position``, with the snapshot (saved
+        recurrent state) taken there.
+        """
         depth, num_copied = divmod(position, block_size)
         source = None
         if num_copied:
@@ -125,7 +133,8 @@ class PrefixMatch:
 
 
 class IndexObserver(Protocol):
-    """An observer that is told of cached full blocks, states and windows, added and removed.
+    """An observer that is told which full blocks, recurrent states and sliding windows are cached
+    and which no longer.
 
     Its methods are called under the engine's lock, so they return at once.
     """
@@ -137,19 +146,21 @@ class IndexObserver(Protocol):
         ...
 
     def note_removed(self, key: bytes) -> None:
-        """Note that a full block cannot be found any more."""
+        """Note that the full block with this key cannot be found any more."""
         ...
 
     def note_cleared(self) -> None:
-        """Note that all blocks were removed."""
+        """Note that all blocks were removed from the prefix index."""
         ...
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Note that a state can be found from now on; the full blocks before it already can."""
+        """Note that a snapshot (a saved recurrent state) can be found from now on; the full blocks
+        before it already can.
+        """
         ...
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """Note that a state cannot be found any more."""
+        """Note that a snapshot (a saved recurrent state) cannot be found any more."""
         ...
 
     def note_window_kept(self, node: "PrefixNode") -> None:
@@ -164,7 +175,7 @@ class IndexObserver(Protocol):
 
 
 class PrefixIndex:
-    """The index of cached prefixes, which also chooses the blocks to evict.
+    """The index (a tree) of cached prefixes, which also chooses the blocks to evict.
 
     Args:
         pool: shared with the scheduler. Requests' blocks must be released by ``release`` here, not
@@ -188,13 +199,13 @@ class PrefixIndex:
         self._forgotten: dict[bytes, MissReason] = {}
 
     def add_identity(self, adapter: str, identity: bytes) -> None:
-        """Set the ``KvIdentity.digest`` of the KV that an adapter computes; ``adapter`` is its
-        digest.
+        """Set the digest of the KV identity (what the KV's values depend on) of an adapter's KV;
+        ``adapter`` is the adapter's digest.
         """
         self._identities[adapter] = identity
 
     def make_root_key(self, salt: str, adapter: str = "") -> bytes:
-        """Return the first key of all chains of block keys with this salt and adapter."""
+        """Return the key that all chains of block keys with this salt and adapter begin with."""
         return make_root_key(self._identities[adapter], salt)
 
     def extend_keys(self, root_key: bytes, keys: list[bytes], token_ids: Sequence[int]) -> None:
@@ -209,8 +220,8 @@ class PrefixIndex:
             keys.append(parent)
 
     def get_root(self, root_key: bytes, adapter: str = "") -> PrefixNode:
-        """Return the root node for a root key, making it if needed; the caller must keep a
-        reference.
+        """Return the root node for a root key, making it if needed. The caller must keep a
+        reference, or the node is freed.
         """
         root = self._roots.get(root_key)
         if root is None:
@@ -251,8 +262,8 @@ class PrefixIndex:
         return PrefixMatch(nodes, start)
 
     def match_blocks(self, keys: Sequence[bytes]) -> PrefixMatch:
-        """Return the match that consists of the blocks with these keys, all of which must be in the
-        index.
+        """Return the match that consists of the blocks with these keys. The caller ensures that all
+        are in the index.
         """
         return PrefixMatch([self._by_key[key] for key in keys], len(keys) * self._block_size)
 
@@ -292,8 +303,8 @@ class PrefixIndex:
         return position < len(siblings) and siblings[position].startswith(tail)
 
     def count_evictable(self, match: PrefixMatch) -> int:
-        """Return how many blocks of a match are unreferenced, so that ``acquire`` would pin
-        them.
+        """Return how many blocks of a match are unreferenced now, so that they can be evicted until
+        ``acquire`` references them.
         """
         pool = self._pool
         count = 0
@@ -320,7 +331,8 @@ class PrefixIndex:
         return tuple([node.block_id for node in match.nodes])
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference of each block of a path, given from the root towards the leaf.
+        """Drop one reference of each block of a path of the tree, given from the root towards the
+        leaf.
 
         Blocks in the index become the most recently used; the others are free.
         """
@@ -501,7 +513,7 @@ class PrefixIndex:
         siblings = parent.sorted_tokens
         position = bisect_left(siblings, tokens)
         if position > 0 and tokens.startswith(siblings[position - 1]):
-            # This block contains all tokens of the shorter partial block beside it, so it serves
+            # The new block contains all tokens of the shorter partial block beside it, so it serves
             # every lookup that the shorter one would. Drop the shorter one; if a request still
             # references it, LRU eviction drops it later.
             shorter = parent.children[siblings[position - 1]]
@@ -517,7 +529,9 @@ class PrefixIndex:
         return node
 
     def _unlink(self, node: PrefixNode) -> None:
-        """Remove from the tree a node that has no children and is not in the LRU order."""
+        """Remove a node from the tree, and its block from the cache. The caller ensures that the
+        node has no children and is not in the LRU order.
+        """
         parent = node.parent
         assert parent is not None, f"block {node.block_id} is not linked"
         del parent.children[node.tokens]
@@ -535,7 +549,9 @@ class PrefixIndex:
 
 
 def _find_longest(parent: PrefixNode, query: bytes) -> tuple[PrefixNode | None, int]:
-    """Return the child that shares the most leading tokens with ``query``, and their number."""
+    """Return the child node that shares the most leading tokens with ``query``, and their number;
+    (None, 0) if none shares any.
+    """
     siblings = parent.sorted_tokens
     position = bisect_left(siblings, query)
     best: bytes | None = None

@@ -53,14 +53,16 @@ class PrefixReuse:
         self._filled: list[KeyedBlock] = []
 
     def open(self, request: Request) -> None:
-        """Compute the root key of a request that has just arrived."""
+        """Compute the root key (the first key of the chain, of salt and adapter) of a request that
+        has just arrived.
+        """
         request.prefix.root_key = self._index.make_root_key(request.cache_salt, request.adapter)
 
     def make_keys(
         self, prompt_ids: Sequence[int], cache_salt: str, adapter: str = ""
     ) -> list[bytes]:
-        """Return the keys of a prompt's full blocks, except of a block that ends with the last
-        token.
+        """Return the keys (digests of all tokens up to the block's end) of a prompt's full blocks,
+        except of a block that ends with the last token.
 
         The last token is computed in any case, as its logits give the next token.
         """
@@ -91,8 +93,8 @@ class PrefixReuse:
         return match if self._windows is None else self._windows.cut(match)
 
     def find_blocks(self, request: Request) -> PrefixMatch:
-        """Return the cached full blocks of a request, even if no state or window at their end is
-        cached.
+        """Return the cached full blocks of a request, even if no recurrent state or sliding window
+        is cached at their end.
         """
         if not self.is_enabled or not request.can_reuse_prefix:
             return PrefixMatch([], 0)
@@ -154,8 +156,8 @@ class PrefixReuse:
         return other is not None and (other.is_scheduled or other.state is RequestState.LOADING)
 
     def find_provider(self, request: Request) -> Request | None:
-        """Return the request, if any, that computes or loads the first block that ``request``
-        lacks.
+        """Return the request that computes or loads the first block that ``request`` lacks; None if
+        there is none.
         """
         if not self._expected or not request.can_reuse_prefix:
             return None
@@ -185,21 +187,23 @@ class PrefixReuse:
         return [*keys, b""] if num_tail_tokens else keys
 
     def expect(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Record that a request will provide the blocks with these keys, so that others wait for
-        it.
+        """Record that a request will compute or load the blocks with these keys, so that others
+        wait for it.
         """
         for key in keys:
             self._expected[key] = request
 
     def forget_expected(self, request: Request, keys: Sequence[bytes]) -> None:
-        """Remove the records that ``expect`` made for a request, whether or not the blocks came."""
+        """Remove what ``expect`` has recorded for a request and these keys, whether or not the
+        blocks came.
+        """
         if self._expected:
             for key in keys:
                 if self._expected.get(key) is request:
                     del self._expected[key]
 
     def take_filled(self) -> list[KeyedBlock]:
-        """Return the blocks that became full and matchable since the last call."""
+        """Return the blocks that became full, and that requests can match, since the last call."""
         filled, self._filled = self._filled, []
         return filled
 
@@ -264,7 +268,9 @@ class PrefixReuse:
             self.index_tail(request)
 
     def detach(self, request: Request) -> None:
-        """Release all blocks of a request; the tokens that it has computed can still be matched."""
+        """Release all blocks of a request that ends or is preempted; other requests can still match
+        the tokens that it has computed.
+        """
         if request.queue.is_prefilling:
             self.forget_expected(request, request.prefix.block_keys)
         self.index_tail(request)

@@ -47,7 +47,7 @@ class RequestState(StrEnum):
 
 @dataclass(slots=True)
 class QueueNotes:
-    """Data about a request that admission and planning write."""
+    """Data about a request that admission and planning of steps write."""
 
     max_total_tokens: int = 0
     """Largest number of prompt and output tokens, by ``max_tokens`` and the context length."""
@@ -72,7 +72,7 @@ class QueueNotes:
 
 @dataclass(slots=True)
 class PrefixNotes:
-    """Position of a request in the prefix index."""
+    """The number of a request's blocks that are in the prefix index, and their keys."""
 
     root_key: bytes = b""
     block_keys: list[bytes] = field(default_factory=list[bytes])
@@ -105,7 +105,7 @@ class WindowTable(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Index in the sequence, in blocks, after the last block of the table."""
+        """Index after the table's last block, counted in blocks from the start of the sequence."""
         return self.first + len(self.blocks)
 
 
@@ -114,8 +114,8 @@ NO_WINDOW = WindowTable(0, ())
 
 @dataclass(slots=True)
 class WindowNotes:
-    """Data about a request's window blocks, for a model whose sliding-window layers have their
-    own.
+    """Data about a request's window blocks, for a model whose sliding-window layers have blocks of
+    their own.
     """
 
     table: WindowTable = NO_WINDOW
@@ -231,12 +231,12 @@ class Request:
     report: ReportNotes = field(default_factory=ReportNotes)
 
     def set_blocks(self, block_ids: tuple[int, ...]) -> None:
-        """Replace the block table."""
+        """Replace the block table, the ids of the request's KV blocks in order."""
         self.block_table = block_ids
         self.packed_table = pack_block_ids(block_ids)
 
     def add_blocks(self, block_ids: tuple[int, ...]) -> None:
-        """Append to the block table."""
+        """Append to the block table, the ids of the request's KV blocks in order."""
         self.block_table += block_ids
         self.packed_table += pack_block_ids(block_ids)
 
@@ -257,12 +257,16 @@ class Request:
 
     @property
     def num_planned_tokens(self) -> int:
-        """Number of leading tokens that are computed, or will be by the plans in flight."""
+        """Number of leading tokens that are computed, or will be by the plans in flight (planned
+        steps not recorded yet).
+        """
         return self.num_computed_tokens + self.queue.num_tokens_in_flight
 
     @property
     def num_expected_tokens(self) -> int:
-        """Number of tokens known after the plans in flight, if these do not end the request."""
+        """Number of tokens known once the plans in flight (planned steps not recorded yet) are
+        completed, if these do not end the request.
+        """
         return self.num_tokens + self.queue.num_samples_in_flight
 
     @property
@@ -275,7 +279,7 @@ class Request:
 
     @property
     def is_scheduled(self) -> bool:
-        """True if a plan in flight contains the request."""
+        """True if a plan in flight (a planned step not recorded yet) contains the request."""
         return self.queue.num_plans > 0
 
     @property

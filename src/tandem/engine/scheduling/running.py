@@ -65,9 +65,9 @@ class RunningPlanner:
 
         That is fewer than asked for if only some blocks are available. If none is, less urgent
         requests are preempted. If that cannot free a block, the result is 0: the request keeps its
-        blocks and is not in this step. If only a plan in flight keeps the blocks, the plan is
-        marked as stalled: no less urgent request is added, so that this one can take the blocks
-        when that step has completed.
+        blocks and is not in this step. If only a plan in flight (a planned step not recorded yet)
+        keeps the blocks, the plan is marked as stalled: no less urgent request is added, so that
+        this one can take the blocks when that step has completed.
         """
         state = self._state
         num_held = len(request.block_table)
@@ -123,7 +123,9 @@ class RunningPlanner:
 
 
 def _is_plannable(request: Request) -> bool:
-    """Return False if a plan in flight is certain to end the request."""
+    """Return False if a plan in flight (a planned step not recorded yet) is certain to end the
+    request.
+    """
     queue = request.queue
     if not queue.num_plans:
         return True

@@ -227,8 +227,8 @@ class Scheduler:
         return self._state.holds.release(request_id)
 
     def find_prefill(self, request_id: str) -> Request | None:
-        """Return the prefill-only request with this id, if it is live or its blocks are still
-        held.
+        """Return the prefill-only request with this id, if it is live or its blocks are still held;
+        otherwise None.
         """
         request = self._state.requests.get(request_id)
         if request is not None and request.prefill_lease_s is not None:
@@ -250,15 +250,17 @@ class Scheduler:
         return self._state.pool.get_generation(block.block_id) == block.generation
 
     def add_identity(self, adapter: str, identity: bytes) -> None:
-        """Set the ``KvIdentity.digest`` of the KV that an adapter computes; ``adapter`` is its
-        digest.
+        """Set the digest of the KV identity (what the KV's values depend on) of an adapter's KV;
+        ``adapter`` is the adapter's digest.
         """
         self._state.index.add_identity(adapter, identity)
 
     def make_block_keys(
         self, prompt_ids: Sequence[int], cache_salt: str, adapter: str = ""
     ) -> list[bytes]:
-        """Return the keys of a prompt's full blocks that a request may reuse. Changes nothing."""
+        """Return the keys (digests of all tokens up to the block's end) of a prompt's full blocks
+        that a request may reuse. Changes nothing.
+        """
         return self._state.prefix.make_keys(prompt_ids, cache_salt, adapter)
 
     def count_cached_blocks(self, keys: Sequence[bytes]) -> int:
@@ -295,7 +297,9 @@ class Scheduler:
         )
 
     def measure_load(self) -> InstanceLoad:
-        """Return the tokens and blocks that the live requests need. O(live requests)."""
+        """Return the load of the live requests: the tokens and blocks that they still need. O(live
+        requests).
+        """
         return measure_load(self._state)
 
     # ---------------------------------------------------------------- a step begins
@@ -348,7 +352,7 @@ class Scheduler:
         """Correct a plan that was made while a step ran, after that step's ``complete``.
 
         Removes the requests that have ended meanwhile, and renews the block tables of the others.
-        Returns False if nothing is left to compute; such a plan is not completed.
+        Returns False if nothing is left to compute; such a plan needs no ``complete``.
 
         Raises: ConflictError (another plan must be completed first).
         """
@@ -366,9 +370,9 @@ class Scheduler:
         for request in state.loading:
             wake_s = min(wake_s, request.load.wait_until_s)
         for request in state.waiting:
-            # When a waiting request has been passed over for too long, or its wait for a load ends,
-            # it changes its place in the queue. The request that is then first may fit, so plan
-            # again at that time.
+            # When a request has waited for ``max_passover_s`` since its arrival, or its wait for a
+            # load ends, it changes its place in the queue. The request that is then first may fit,
+            # so plan again at that time.
             passed_over_s = request.arrival_s + self._config.max_passover_s
             for moment_s in (passed_over_s, request.load.wait_until_s):
                 if moment_s > now_s:
@@ -376,7 +380,9 @@ class Scheduler:
         return wake_s
 
     def _end_starved(self, plan: StepPlan, now_s: float) -> None:
-        """End one request, the most urgent, if lack of memory has stopped all progress too long."""
+        """End the most urgent request if lack of memory has stopped the progress of all requests
+        too long.
+        """
         state = self._state
         is_idle = not (plan.sequences or plan.loads or state.loading or state.in_flight)
         if not (state.pool.is_short and is_idle and (state.running or state.waiting)):
@@ -447,7 +453,7 @@ class Scheduler:
         return ended
 
     def check(self) -> None:
-        """Assert that every block reference is owned by a request, load, hold or plan. O(blocks),
-        for tests.
+        """Assert that every reference to a block is owned by a request, a load, a hold (blocks kept
+        for a decode instance) or a plan. O(blocks), for tests.
         """
         self._state.check()

@@ -12,7 +12,9 @@ __all__ = ["ClientShares"]
 
 
 class ClientShares:
-    """Numbers of live requests by client. Single-threaded."""
+    """The numbers and weights of live requests by client, from which a client's share of the queue
+    follows. Single-threaded.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

@@ -147,15 +147,17 @@ class SchedulerState:
         return num_tokens
 
     def end_loading(self, request: Request) -> None:
-        """Move a request back from loading to the waiting queue, unless it awaits a
-        continuation.
+        """Move a request whose load has ended back to the waiting queue. One that awaits another
+        instance's tokens (``awaits_continuation``) stays.
         """
         if request.state is RequestState.LOADING and not request.awaits_continuation:
             self.loading.remove(request)
             self.enqueue(request)
 
     def emit(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
-        """Add the next ``num_tokens`` tokens of a request to a plan; its blocks must cover them."""
+        """Add the next ``num_tokens`` tokens of a request to a plan. The caller ensures that its
+        blocks cover them.
+        """
         queue, start = request.queue, request.num_planned_tokens
         if self.windows is not None:
             self.windows.extend(request, start + num_tokens)
@@ -208,13 +210,13 @@ class SchedulerState:
         return tuple([pool.allocate() for _ in range(num_blocks)])
 
     def count_outstanding(self, request: Request) -> int:
-        """Return the number of blocks that a running request lacks for its known tokens and one
-        more block of growth.
+        """Return the number of blocks that a running request lacks for the tokens it knows and for
+        one more block to grow into.
         """
         return self.count_lookahead(request) - len(request.block_table)
 
     def count_lookahead(self, request: Request) -> int:
-        """Return the number of blocks for a request's known tokens and one more block of growth."""
+        """Return the number of blocks for a request's known tokens and one more to grow into."""
         num_tokens = request.num_expected_tokens
         limit = request.queue.max_total_tokens - 1
         growth_end = min(num_tokens + self.config.block_size, limit)
@@ -232,7 +234,7 @@ class SchedulerState:
         )
 
     def count_committed(self) -> int:
-        """Return the number of blocks that preemption cannot free.
+        """Return the number of KV blocks that preempting requests cannot free.
 
         These are blocks of loads, of holds, and of running prefills, which will be held.
         """
@@ -244,8 +246,8 @@ class SchedulerState:
     # ---------------------------------------------------------------- checks
 
     def check(self) -> None:
-        """Assert that every block reference is owned by a request, load, hold or plan. O(blocks),
-        for tests.
+        """Assert that every reference to a block is owned by a request, a load, a hold (blocks kept
+        for a decode instance) or a plan. O(blocks), for tests.
         """
         self.pool.check()
         self.index.check()

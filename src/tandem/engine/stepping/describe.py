@@ -28,7 +28,7 @@ __all__ = [
 
 
 def describe_sequence(sequence: ScheduledSequence) -> StepSequence:
-    """Return the plain values of a scheduled sequence."""
+    """Return what a step computes of a scheduled sequence, as a message for the runner."""
     request = sequence.request
     start, end = sequence.start, sequence.start + sequence.num_tokens
     # The logits of a prompt position score the next prompt token. Those of the last position

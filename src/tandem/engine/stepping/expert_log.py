@@ -43,7 +43,7 @@ class ExpertLog:
 
     @property
     def writes_trace(self) -> bool:
-        """True if a trace is written, so that ``note`` needs ``is_output``."""
+        """True if a trace file is written, so that ``note`` must be told ``is_output``."""
         return self._trace is not None
 
     def note(self, choices: NDArray[np.int64], is_output: NDArray[np.bool_] | None = None) -> None:

@@ -38,7 +38,9 @@ Size = Annotated[int, Meta(ge=1, le=65_535)]
 
 
 class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first line of a trace."""
+    """The first line of a trace of expert choices: the model's layers with experts, and their
+    sizes.
+    """
 
     format: Literal["tandem-expert-trace"] = FORMAT_NAME
     version: Literal[1] = 1
@@ -50,7 +52,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TraceRecord(msgspec.Struct, frozen=True):
-    """The expert choices of one step's tokens."""
+    """The experts that the tokens of one step chose; one line of a trace."""
 
     is_output: NDArray[np.bool_]
     """[T]: True for an output token, False for a token of a prompt."""

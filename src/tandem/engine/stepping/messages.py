@@ -58,7 +58,7 @@ class Logits(IntEnum):
 
 
 class SamplingRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request to sample from a sequence's last row of logits, or from every row in
+    """A request to draw a token from a sequence's last row of logits, or from every row in
     ``Phase.VERIFY``.
     """
 
@@ -68,8 +68,8 @@ class SamplingRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request for one vector made of a sequence's rows; ``kind`` says how, and if rows are
-    logits.
+    """A request for one vector (an embedding or scores) made of a sequence's rows; ``kind`` says
+    how, and whether the rows are logits or hidden states.
     """
 
     kind: Pooling
@@ -78,7 +78,7 @@ class PooledRows(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StateCopy(NamedTuple):
-    """A copy of the state in slot ``source`` to slot ``target``."""
+    """A copy of the recurrent state in slot ``source`` to slot ``target``."""
 
     source: int
     target: int
@@ -118,7 +118,7 @@ class StepSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling state of a sequence before its first sample on this runner."""
+    """Sampling state of a sequence, sent with the step before its first sample on this runner."""
 
     sequence_id: int
     params: SamplingParams
@@ -152,7 +152,9 @@ class StepInput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
-    """A sampled token; its id is ``BROKEN_ROW`` if the logits are no distribution."""
+    """A sampled token, with log-probabilities if asked for; its id is ``BROKEN_ROW`` if the row of
+    logits is no distribution.
+    """
 
     token_id: int
     logprob: TokenLogprob | None = None
@@ -183,7 +185,9 @@ def pack_block_ids(block_ids: Iterable[int]) -> bytes:
 
 
 def select_sequences(step: StepInput, sequences: list[StepSequence]) -> StepInput:
-    """Return a step that runs only some of another step's sequences, with the copies they need."""
+    """Return a step that computes only some of another step's sequences, with the block and state
+    copies that these need.
+    """
     ids = {sequence.sequence_id for sequence in sequences}
     blocks = {block_id for s in sequences for block_id in array("i", s.block_table)}
     # Keep only copies into these sequences' blocks. A copy clears the rest of its block, so

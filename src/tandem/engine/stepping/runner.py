@@ -29,7 +29,7 @@ class LostBlocksError(CorruptionError):
 
 
 class StepHandle(Protocol):
-    """A step that has begun."""
+    """A step that a ``Runner`` has begun; calling it gives the step's result."""
 
     def __call__(self) -> StepResult:
         """Wait for the step and return its result, or raise its error. Call it once."""
@@ -65,7 +65,9 @@ class Runner(Protocol):
 
 
 class PrefillListener(Protocol):
-    """The receiver of notices that prefills have progressed; it tells other instances."""
+    """The receiver of notices that prefills have progressed, which answers other instances'
+    questions about them.
+    """
 
     def note_progress(self) -> None:
         """Take note that prefills may have progressed or ended; ``Engine.find_prefill`` returns how

@@ -25,7 +25,9 @@ class TokenRule(Protocol):
     """
 
     def note_token(self, token_id: int) -> None:
-        """Count a chosen token, for penalties."""
+        """Count a token that was chosen for the request, by which penalties lower its later
+        logits.
+        """
         ...
 
 

@@ -298,7 +298,7 @@ def _make_chunk(sequence: StepSequence) -> SequenceChunk:
 
 
 def _count_rows(sequence: StepSequence) -> int:
-    """Return how many positions of a sequence the model returns hidden states for."""
+    """Return for how many positions of a sequence the step needs the model's last hidden states."""
     match sequence.logits:
         case Logits.NONE:
             return 0

@@ -73,7 +73,8 @@ class KvMirror:
         """
         for mirror in (self.blocks, self.windows, self.states):
             if mirror is not None:
-                # A failed step may have left copies that it did not wait for.
+                # A step that failed may have ended without waiting for the copies of loaded blocks
+                # to the device: wait for them now.
                 mirror.finish_loads()
         with self._lock:
             loaded, self._loaded = self._loaded, set()
@@ -87,7 +88,8 @@ class KvMirror:
             events.append(self.windows.load(windows))
         loads = KvArrivals(self._device, events)
         if step.copies or step.window_copies:
-            # The step's own copies read and write whole blocks before its first layer.
+            # The step begins with copies of whole blocks in all layers, so wait for the loaded
+            # blocks before it and not layer by layer.
             loads.wait_all()
         return loads
 
@@ -99,7 +101,9 @@ def _mirror_blocks(cache: PagedKvCache) -> HostMirror:
 
 
 def _sort_out(numbers: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
-    """Split ids by kind; return block ids, window block ids and state slots, each ascending."""
+    """Split transfers' ids by kind; return block ids, window block ids and state slots, each
+    ascending.
+    """
     blocks, windows, states = list[int](), list[int](), list[int]()
     for number in sorted(numbers):
         slot, window = find_state_slot(number), find_window_block(number)
@@ -125,11 +129,12 @@ class MirroredTransfers:
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
-        """The kinds of ``KvSource`` that the tier can load from."""
+        """The kinds of ``KvSource`` that the wrapped tier can load from."""
         return self._tier.sources
 
     def begin(self, plan: StepPlan) -> None:
-        """Copy the blocks that were filled to the host, and pass the plan to the tier.
+        """Copy the blocks that were filled to the host, and pass the step's plan to the tier, which
+        reads them there.
 
         Evicted blocks are on the host already: they were copied when they were filled or loaded.
         """

@@ -11,7 +11,8 @@ _SWEEP_S = 10.0
 
 
 class PinLedger:
-    """Pinned blocks by client and key, each with the time at which its pin ends.
+    """The blocks that clients have pinned (asked to be evicted late), by client and key, each with
+    the time at which its pin ends.
 
     Args:
         max_blocks: largest number of pinned blocks of one client; 0: pinning is off.
@@ -45,8 +46,8 @@ class PinLedger:
         return pinned
 
     def find_left(self, key: bytes, now_s: float) -> float:
-        """Return the seconds for which a block is still pinned by any client; 0 if it is not
-        pinned.
+        """Return the seconds for which a block is still pinned (to be evicted late) by any client;
+        0 if it is not.
         """
         ends = (pins.get(key, 0.0) for pins in self._clients.values())
         return max(max(ends, default=0.0) - now_s, 0.0)

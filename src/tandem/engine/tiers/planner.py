@@ -70,19 +70,19 @@ class CostTierPlanner:
         """Tokens per second of prefills."""
 
     def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
-        """Update the prefill rate with a step's duration, of which decodes take their share of the
-        tokens.
+        """Update the prefill rate by a step's tokens and duration, where a decoded token counts
+        like one of a prompt. Steps with few prefill tokens are ignored.
         """
         if num_prefill_tokens >= MIN_PREFILL_TOKENS:
             self.prefill_rate.note(num_tokens, seconds)
 
     def note_load(self, size_bytes: int, seconds: float) -> None:
-        """Update the load rate with the duration of a load."""
+        """Update the rate at which KV is loaded, by the size and the duration of a load."""
         self.load_rate.note(size_bytes, seconds)
 
     def read_load_speed(self) -> float:
-        """Return how many tokens' KV is loaded per second; 0 while unknown. Callable from any
-        thread.
+        """Return for how many tokens the KV is loaded per second from lower tiers; 0 while unknown.
+        Callable from any thread.
         """
         rate = self.load_rate.per_s
         return 0.0 if rate is None else rate / self._block_bytes * self._block_size

@@ -101,7 +101,7 @@ class TierService:
 
     @property
     def is_connected(self) -> bool:
-        """True if a store was reached."""
+        """True if the store has been reached, so that blocks can be loaded and stored."""
         return self._tier is not None
 
     @property
@@ -135,7 +135,7 @@ class TierService:
         self._thread.close(STOP_TIMEOUT_S)
 
     def begin(self, plan: StepPlan) -> None:
-        """Pass a plan to the tier; do nothing while no store is connected."""
+        """Pass a step's plan to the store tier; do nothing while no store is connected."""
         tier = self._tier
         if tier is not None:
             tier.begin(plan)
@@ -144,7 +144,8 @@ class TierService:
         assert not plan.loads, "a load without a store"
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
-        """Return how many leading blocks of a chain the store has; None if no store is connected.
+        """Return how many leading blocks of a chain (a prompt's blocks in order) the store has;
+        None if no store is connected.
 
         May be awaited on any event loop.
         """
@@ -154,8 +155,8 @@ class TierService:
         return await self._call(tier.count_stored(keys))
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
-        """Ask the store to evict these blocks later than others; do nothing without a store. Any
-        thread.
+        """Ask the store to evict the blocks with these keys later than others; do nothing without a
+        store. Any thread.
         """
         tier, thread = self._tier, self._thread
         if tier is None or thread is None or not keys:

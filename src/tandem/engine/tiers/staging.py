@@ -14,7 +14,7 @@ __all__ = ["StagingSlots"]
 
 
 class StagingSlots:
-    """The free list of staging slots.
+    """The memory for copies of blocks that wait to be stored, and its free list.
 
     Args:
         num_slots: number of blocks that fit.
@@ -29,7 +29,7 @@ class StagingSlots:
 
     @property
     def num_free(self) -> int:
-        """Number of slots that can be taken now."""
+        """Number of free slots, each for the copy of one block."""
         return len(self._free)
 
     def take(self) -> int | None:
@@ -38,10 +38,10 @@ class StagingSlots:
             return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
-        """Return a slot to the free list."""
+        """Return a slot to the free list, when its copy has been stored."""
         with self._lock:
             self._free.append(slot)
 
     def view(self, slot: int) -> npt.NDArray[np.uint8]:
-        """Return the memory of a slot, not a copy."""
+        """Return the memory of a slot (a view, not a copy)."""
         return self.memory[slot * self.block_bytes : (slot + 1) * self.block_bytes]

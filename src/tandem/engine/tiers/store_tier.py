@@ -80,7 +80,7 @@ def make_object_key(identity: str, key: bytes, group: Group = "") -> str:
 
 
 class BlockMemory(NamedTuple):
-    """The memory of the engine's blocks."""
+    """The memory of the engine's KV blocks, which the store reads and writes."""
 
     memory: npt.NDArray[np.uint8]
     """Bytes of all blocks, one after the other."""
@@ -90,7 +90,9 @@ class BlockMemory(NamedTuple):
 
 
 class StateMemory(NamedTuple):
-    """The memory of the engine's states."""
+    """The memory of the engine's state slots (for recurrent states), which the store reads and
+    writes.
+    """
 
     memory: npt.NDArray[np.uint8]
     """Bytes of all state slots, one after the other."""
@@ -98,7 +100,9 @@ class StateMemory(NamedTuple):
 
 
 class WindowMemory(NamedTuple):
-    """The memory of the engine's window blocks."""
+    """The memory of the engine's window blocks (KV of the sliding-window layers), which the store
+    reads and writes.
+    """
 
     memory: npt.NDArray[np.uint8]
     """Bytes of all window blocks, one after the other."""
@@ -132,7 +136,9 @@ class _Area:
         self._staging_buffer: StoreBuffer = client.register(self.staging.memory)
 
     def copy_aside(self, index: int) -> int | None:
-        """Copy an item to a staging slot and return the slot; None if no slot is free."""
+        """Copy an item (a block or a state) to a staging slot, where it waits to be stored; return
+        the slot, or None if none is free.
+        """
         slot = self.staging.take()
         if slot is not None:
             size = self.item_bytes
@@ -140,7 +146,7 @@ class _Area:
         return slot
 
     def part(self, index: int) -> Part:
-        """Return the memory range of an item, for the store's client."""
+        """Return the memory range of an item (a block or a state), for the store's client."""
         return Part(self._buffer, index * self.item_bytes, self.item_bytes)
 
     def staged_part(self, slot: int) -> Part:
@@ -148,7 +154,7 @@ class _Area:
         return Part(self._staging_buffer, slot * self.item_bytes, self.item_bytes)
 
     def close(self) -> None:
-        """Unregister the memory from the client."""
+        """Unregister the memory from the store's client."""
         self._client.unregister(self._buffer)
         self._client.unregister(self._staging_buffer)
 
@@ -228,7 +234,8 @@ class StoreTier:
     # ---------------------------------------------------------------- asked by an arriving request
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
-        """Return how many leading blocks of a chain the store has; None if it does not answer.
+        """Return how many leading blocks of a chain (a prompt's blocks in order) the store has;
+        None if it does not answer.
 
         For a model with states, counts up to the last block that has a state stored at its end. For
         a model with windows, counts up to the last block whose window is stored, as far as the
@@ -279,7 +286,9 @@ class StoreTier:
             self._spawn(self._pin_stored(pinned, pin_s))
 
     async def _pin_stored(self, keys: Sequence[bytes], pin_s: float) -> None:
-        """Pin, of the blocks with these keys, those that the store has."""
+        """Ask the store to evict later, for ``pin_s`` seconds, those of the blocks with these keys
+        that it has.
+        """
         names = [make_object_key(self._identity, key, g) for key in keys for g in self._areas]
         try:
             await self._client.pin_many(names, soft_s=pin_s)
@@ -294,7 +303,7 @@ class StoreTier:
         return SOURCES
 
     def begin(self, plan: StepPlan) -> None:
-        """Copy evicted blocks, and queue the plan's loads and stores on the event loop.
+        """Copy the plan's evicted blocks, and queue its loads and stores on the event loop.
 
         Called by the engine's thread, before the step.
         """
@@ -326,8 +335,8 @@ class StoreTier:
         return _Staged(block.key, slot, group)
 
     def _locate(self, block_id: int) -> tuple[Group, int]:
-        """Return the kind of item that a transfer's id names, and the item's index in its
-        memory.
+        """Return the kind of item (block, window block or state) that a transfer's id names, and
+        the item's index in the memory of that kind.
         """
         slot, window = find_state_slot(block_id), find_window_block(block_id)
         if slot is not None:
@@ -352,8 +361,8 @@ class StoreTier:
                 self._give_back(staged)
             self._fail_loads(loads, "offline")
             return
-        # Mark only loads that still run as dropped: nothing would remove the mark of a load that
-        # has ended.
+        # Mark only loads that still run as dropped (given up by the scheduler): nothing would
+        # remove the mark of a load that has ended.
         self._dropped.update(self._loading.intersection(map(_name_load, dropped)))
         by_request: dict[Request, list[BlockLoad]] = {}
         for load in loads:
@@ -477,7 +486,9 @@ class StoreTier:
     # The methods below store blocks.
 
     async def _store_queued(self) -> None:
-        """Store the queued blocks, evicted ones first, because these occupy staging slots."""
+        """Store the queued blocks, evicted ones first, because their copies occupy staging
+        slots.
+        """
         try:
             while (self._staged or self._full) and not self._is_closing:
                 batch: list[_Staged] = []
@@ -507,7 +518,9 @@ class StoreTier:
             self._storing = None
 
     def _copy_unchanged(self, block: KeyedBlock) -> _Staged | None:
-        """Copy a full block to a staging slot, unless it was reused before the copy ended."""
+        """Copy a full block to a staging slot, where it waits to be stored; None if no slot is
+        free, or if the block was given to other tokens before the copy ended.
+        """
         assert self._sink is not None, "attach() comes before the first store"
         staged = self._copy_aside(block) if self._sink.is_unchanged(block) else None
         if staged is not None and self._sink.is_unchanged(block):
@@ -556,7 +569,7 @@ class StoreTier:
     # ---------------------------------------------------------------- the whole tier
 
     async def flush(self) -> int:
-        """Remove all blocks with this identity from the store; return their number.
+        """Remove all blocks with this tier's KV identity from the store; return their number.
 
         Raises: TandemError (the store cannot be reached, so the blocks are still there).
         """

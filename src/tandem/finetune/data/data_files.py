@@ -26,7 +26,7 @@ _BETWEEN = re.compile(r"[ \t\r\n,]*")
 
 @dataclass(frozen=True, slots=True)
 class NotARow:
-    """A line that does not parse as a row."""
+    """The item that ``read_rows`` yields for a line that is no row, with the reason."""
 
     why: str
 

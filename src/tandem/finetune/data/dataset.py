@@ -21,7 +21,9 @@ WHERE = "finetune.prepare_data"
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Training and validation examples, and the rows that were left out."""
+    """The training and validation examples of a run in token ids, and the rows that were left
+    out.
+    """
 
     train: list[Any]
     """Training examples: ``Example``, or ``PairExample`` in stage dpo."""
@@ -70,7 +72,9 @@ def prepare_data(recipe: Recipe, tokenizer: Any) -> Dataset:
 
 
 class _Encoder:
-    """Reads rows of the kind that the stage needs, and encodes them."""
+    """Reads a dataset's rows of the kind that the recipe's stage needs (conversations, pairs or
+    texts), and encodes them as token ids.
+    """
 
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         self._stage, self._data, self._tokenizer = recipe.method.stage, recipe.data, tokenizer
@@ -92,7 +96,9 @@ class _Encoder:
                 raise ConfigError(WHERE, f"{what}: remove it", field="train_on_prompt")
 
     def load(self, name: str) -> tuple[list[Any], list[BadRow]]:
-        """Return the valid rows of a dataset, and the invalid ones."""
+        """Return the valid rows of a dataset, of the kind that the stage learns from, and the
+        invalid ones.
+        """
         folder, most = Path(self._data.dataset_dir), self._data.max_samples
         if self._stage == "dpo":
             records = load_pairs(name, folder, most)
@@ -104,7 +110,9 @@ class _Encoder:
         return records.conversations, records.bad_rows
 
     def encode(self, rows: list[Any]) -> tuple[list[Any], int]:
-        """Return the examples of rows, and the number of rows that gave none."""
+        """Return the training examples of rows, and the number of rows that gave none, as the
+        cutoff left nothing to learn.
+        """
         data, size = self._data, self._data.cutoff_len
         if self._template is None:
             if self.is_packed:
@@ -127,14 +135,18 @@ class _Encoder:
         return examples, len(rows) - len(examples)
 
     def tell_cut(self, where: str) -> str:
-        """Return the error message for a dataset of which the cutoff leaves no example."""
+        """Return the error message for data ``where`` the cutoff (``cutoff_len``) leaves no
+        example.
+        """
         size = self._data.cutoff_len
         if self._stage == "pt":
             return f"cutoff_len {size} is more than the tokens of {where}: lower it"
         return f"cutoff_len {size} leaves no answer in {where}: raise it"
 
     def log_turns(self) -> None:
-        """Log how answers other than the last of a conversation are learned."""
+        """Log in which form answers other than the last of a conversation are learned, if the
+        template renders them differently.
+        """
         template = self._template
         if template is None or self._data.mask_history or self._stage != "sft":
             return

@@ -43,7 +43,9 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class PairExample:
-    """Two answers to one prompt, in token ids; only the answers are learned."""
+    """Two answers to one prompt, in token ids, of which one was preferred; only the answers are
+    learned.
+    """
 
     prompt_ids: tuple[int, ...]
     chosen_ids: tuple[int, ...]
@@ -137,7 +139,7 @@ def encode_text(text: str, tokenizer: Any, *, cutoff_len: int) -> Example | None
 
 
 def encode_document(text: str, tokenizer: Any) -> list[int]:
-    """Return the token ids of a text, followed by the end token."""
+    """Return the token ids of a text, followed by the token that ends a text."""
     return list(
         tokenizer(text + (tokenizer.eos_token or ""), add_special_tokens=False)["input_ids"]
     )

@@ -15,7 +15,9 @@ CONTENT = "{}"
 
 @dataclass(frozen=True, slots=True)
 class EndToken:
-    """The tokenizer's own token for the beginning or the end of a text."""
+    """A part of a template that stands for the tokenizer's own token for the beginning or the end
+    of a text.
+    """
 
     is_end: bool
 
@@ -27,7 +29,9 @@ Part = str | EndToken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedText:
-    """The format in which a template writes messages."""
+    """The text that a named template of LLaMA-Factory writes around questions, answers and the
+    system message.
+    """
 
     user: tuple[Part, ...]
     """Parts around a question, up to the beginning of the answer."""

@@ -36,7 +36,7 @@ Row = TypeVar("Row")
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation: who says it (the role), and the text."""
 
     role: Role
     content: str
@@ -56,7 +56,9 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two conversations that differ only in the last answer."""
+    """A preference: two conversations that differ only in the last answer, of which one was
+    chosen.
+    """
 
     chosen: Conversation
     rejected: Conversation
@@ -64,7 +66,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that was left out, with the reason."""
+    """A row of a dataset that was left out, with its place in the file and the reason."""
 
     path: str
     line: int
@@ -74,7 +76,7 @@ class BadRow:
 
 @dataclass(slots=True)
 class Records:
-    """The valid rows of a dataset, in order, and the invalid ones."""
+    """The result of reading a dataset: its valid rows in order, and the invalid ones."""
 
     conversations: list[Conversation] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
@@ -83,7 +85,9 @@ class Records:
 
 
 class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Names of the columns; the fields and defaults are LLaMA-Factory's."""
+    """Names of a dataset's columns, by what they hold; the fields and defaults are
+    LLaMA-Factory's.
+    """
 
     prompt: str = "instruction"
     query: str = "input"
@@ -101,7 +105,9 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Tags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys and names of roles in a list of messages."""
+    """The form of a dataset's messages: the keys of role and text, and the names of the roles. The
+    fields and defaults are LLaMA-Factory's.
+    """
 
     role_tag: str = "from"
     content_tag: str = "value"
@@ -113,7 +119,9 @@ class Tags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class DatasetInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of ``dataset_info.json``."""
+    """One entry of LLaMA-Factory's ``dataset_info.json``: the file of a dataset, its format, and
+    the names of its columns.
+    """
 
     file_name: str = ""
     formatting: Literal["alpaca", "sharegpt", "openai"] = "alpaca"
@@ -242,7 +250,7 @@ def _convert_rows(
 
 
 class _BadRowError(Exception):
-    """Raised for a row that is left out; its text is the reason."""
+    """Raised within this module for a row that will be left out; its text is the reason."""
 
 
 def _convert_row(row: Any, info: DatasetInfo | None) -> Conversation:

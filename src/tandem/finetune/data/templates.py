@@ -40,7 +40,9 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question with the text around it, and its answer, in token ids."""
+    """One exchange of a conversation in token ids: a question with the template's text around it,
+    and its answer.
+    """
 
     source: list[int]
     target: list[int]
@@ -51,7 +53,7 @@ class Turn:
 
 
 class Template(Protocol):
-    """A chat template, which renders conversations as tokens."""
+    """A chat template, which renders conversations as token ids for training."""
 
     tail: list[int]
     """Token ids that follow the whole conversation, and are learned."""
@@ -71,7 +73,7 @@ class Template(Protocol):
     def encode_turns(
         self, conversation: Conversation, *, is_history_shown: bool = False
     ) -> list[Turn]:
-        """Return the turns of a conversation in order.
+        """Return the turns (question and answer in token ids) of a conversation in order.
 
         Args:
            conversation: ends with an answer.
@@ -113,7 +115,9 @@ class CheckpointTemplate:
     def encode_turns(
         self, conversation: Conversation, *, is_history_shown: bool = False
     ) -> list[Turn]:
-        """Return the turns of a conversation in order (see ``Template``)."""
+        """Return the turns (question and answer in token ids) of a conversation in order; see
+        ``Template``.
+        """
         turns: list[Turn] = []
         for prompt, answer in self.render(conversation, is_history_shown=is_history_shown):
             # White space after the answer's end mark is not learned as part of the answer.
@@ -184,7 +188,9 @@ class CheckpointTemplate:
     def _show(
         self, messages: Messages, places: list[int], turns: list[tuple[str, str]]
     ) -> list[tuple[str, str]]:
-        """Return the turns with earlier answers as the last prompt renders them."""
+        """Return the turns, with earlier answers as the template renders them in the prompt of the
+        last one.
+        """
         whole = self._render(messages[: places[-1]], is_prompt=True)
         shown: list[tuple[str, str]] = []
         at = 0
@@ -216,7 +222,9 @@ def _count_equal(a: str, b: str) -> int:
 
 
 def _cut_overlap(done: str, behind: str) -> str:
-    """Return ``behind`` without its longest prefix that is a suffix of ``done``."""
+    """Return ``behind``, the text that follows an answer, without the beginning with which ``done``
+    already ends.
+    """
     most = min(len(done), len(behind))
     size = next((n for n in range(most, 0, -1) if done.endswith(behind[:n])), 0)
     return behind[size:]
@@ -250,7 +258,9 @@ class NamedTemplate:
     def encode_turns(
         self, conversation: Conversation, *, is_history_shown: bool = False
     ) -> list[Turn]:
-        """Return the turns of a conversation in order (see ``Template``)."""
+        """Return the turns (question and answer in token ids) of a conversation in order; see
+        ``Template``.
+        """
         messages = [{"role": m.role, "content": m.content} for m in conversation.messages]
         system, messages = self._split_system(messages)
         turns: list[Turn] = []
@@ -322,7 +332,9 @@ class NamedTemplate:
         return re.sub(f"{first}(.*?){last}", "", answer, flags=re.DOTALL).lstrip("\n")
 
     def _list_stops(self) -> list[int]:
-        """Return the special token ids that the template writes after an answer."""
+        """Return the ids of special tokens that the template writes after an answer, at which
+        generation stops.
+        """
         ids = self._fill(self._text.assistant, "") + self.tail
         special = set(self._tokenizer.all_special_ids)
         return [i for i in ids if i in special]

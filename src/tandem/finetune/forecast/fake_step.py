@@ -46,7 +46,7 @@ SUMMED = ("kept_bytes", "num_operations", "moved_bytes", "torch_flops", "native_
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The facts of a run that decide the size of its step."""
+    """The facts of a training run on which the memory and the work of one step depend."""
 
     num_rows: int
     """B: sequences of one batch on the device; gradient accumulation adds none."""
@@ -113,7 +113,7 @@ class _Counter(TorchDispatchMode):
         self.peak_bytes = 0
 
     def ignore(self, tensor: Tensor) -> None:
-        """Count a tensor that exists before the step as zero bytes."""
+        """Count a tensor that exists before the step, such as a weight, as zero bytes."""
         self._alive[id(tensor.untyped_storage())] = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,7 +266,9 @@ class _Experts(nn.Module):
         return self._run(x, top_k_weights, gate_up, _merge(down, f.down_b, f.down_a))
 
     def _list_weights(self) -> tuple[Tensor, Tensor]:
-        """Return gate_up [E, 2 F, D] and down [E, D, F]."""
+        """Return the weights of one layer's routed experts, gate_up [E, 2 F, D] and down [E, D,
+        F].
+        """
         if self.is_transposed:
             return self.gate_up_proj.transpose(1, 2), self.down_proj.transpose(1, 2)
         return self.gate_up_proj, self.down_proj

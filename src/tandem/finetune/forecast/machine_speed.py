@@ -41,7 +41,9 @@ COPIED_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class MachineSpeed:
-    """Rates of one machine, all cores together."""
+    """Measured rates of this machine for products, copies and small operations, all cores
+    together.
+    """
 
     torch_flops_per_s: float
     native_flops_per_s: float

@@ -41,7 +41,9 @@ Costs = dict[tuple[StepShape, MethodKeys], StepCost]
 
 
 class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of a run's memory: what it is, on which device, and its bytes."""
+    """One part of a run's predicted memory: what it is, on which device, its bytes, and why they
+    are needed.
+    """
 
     name: str
     device: str
@@ -50,7 +52,7 @@ class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DataShape(msgspec.Struct, frozen=True, kw_only=True):
-    """The number and the lengths of a run's training rows."""
+    """The number and the lengths of a run's training rows, on which the prediction depends."""
 
     num_rows: int
     """Number of training rows of an epoch; a pair of answers counts as one."""
@@ -97,12 +99,12 @@ class RunPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fits(self) -> bool:
-        """True if the available memory suffices."""
+        """True if the available memory suffices for the run, as predicted."""
         return self.total_bytes <= self.available_bytes
 
     @property
     def total_s(self) -> float:
-        """Seconds of training, without loading and evaluation."""
+        """Predicted seconds of training, without loading and evaluation."""
         return self.num_steps * self.step_s
 
 
@@ -362,7 +364,7 @@ def _count_available() -> int:
 
 
 def _count_resident() -> int:
-    """Return the bytes of anonymous memory that this process holds."""
+    """Return the bytes of memory that this process holds now and that are not mapped from files."""
     with open("/proc/self/status", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("RssAnon:"):

@@ -194,7 +194,9 @@ class TrainKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """All keys of a run, by group; ``notes`` say which keys have no effect here, and why."""
+    """All settings (keys) of a training run, by group; ``notes`` say which keys have no effect
+    here, and why.
+    """
 
     model: ModelKeys
     method: MethodKeys
@@ -206,7 +208,9 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_packed(self) -> bool:
-        """True if rows hold several examples; as in LLaMA-Factory, plain texts do by default."""
+        """True if a training row is packed with several examples; as in LLaMA-Factory, plain texts
+        are by default.
+        """
         packing = self.data.packing
         return self.method.stage == "pt" if packing is None else packing
 

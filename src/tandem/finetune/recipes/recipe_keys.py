@@ -162,7 +162,7 @@ def translate_keys(
 
 
 def _join(value: Any) -> Any:
-    """Return a list as a text with commas; any other value unchanged."""
+    """Return a list in a recipe as a text with commas; any other value unchanged."""
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
     return value

@@ -92,14 +92,16 @@ class CheckpointCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Note whether a checkpoint is to be written after this step."""
+        """Note whether ``save_steps`` asks for a checkpoint after this step; it is written later
+        (see the class).
+        """
         del args, control, kwargs
         self._is_due = state.global_step % self._save_steps == 0
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the checkpoint of the last step, if it is due."""
+        """Write the checkpoint after the last step, if ``save_steps`` asks for one there."""
         del args, control
         self._save_if_due(state, kwargs)
 

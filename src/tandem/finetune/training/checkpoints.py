@@ -41,7 +41,7 @@ WHERE = "finetune.resume"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in an output folder, oldest first."""
+    """Return the checkpoint folders of a run's output folder, oldest first."""
     if not folder.is_dir():
         return []
     found = [
@@ -53,9 +53,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def find_last_checkpoint(folder: Path) -> Path:
-    """Return the newest checkpoint in an output folder.
-
-    Raises: NotFoundError.
+    """Return the newest checkpoint folder of a run's output folder. Raises: NotFoundError (there is
+    none).
     """
     found = list_checkpoints(folder)
     if not found:

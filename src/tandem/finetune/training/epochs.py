@@ -31,7 +31,7 @@ class EpochSampler(BatchSampler):
         return iter([order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)])
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order of the next iteration."""
+        """Set the epoch, whose number and the seed determine the order of the next iteration."""
         self._epoch = epoch
 
 
@@ -45,8 +45,8 @@ class EpochLoader(DataLoader[Any]):
         self._epochs = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the order of the next iteration. Called by the
-        Trainer.
+        """Set the epoch, whose number and the seed determine the order of the next iteration.
+        Called by the Trainer.
         """
         self._epochs.set_epoch(epoch)
 
@@ -79,7 +79,9 @@ class EpochTrainer(Trainer):
         return optimizer
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return a loader of the training examples in batches."""
+        """Return a loader of the training examples in batches, in the order that ``EpochSampler``
+        gives.
+        """
         dataset: Any = self.train_dataset
         batch_size = self.args.per_device_train_batch_size
         return EpochLoader(

@@ -29,7 +29,9 @@ __all__ = ["AdaptableExperts", "adapt_model", "name_parameters", "open_adapter"]
 
 @runtime_checkable
 class AdaptableExperts(Protocol):
-    """Routed experts that compute with LoRA factors in addition to their weights."""
+    """Routed experts that can compute with the LoRA factors of an adapter in addition to their
+    weights.
+    """
 
     is_transposed: bool
     """True if the checkpoint stores the experts with inputs first."""

@@ -36,7 +36,9 @@ would not reveal, and a loss of the routers.
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The frozen head of a model, a product with a matrix [V, D], and its backward product."""
+    """The frozen language-model head, as products with its matrix [V, D]: forward for logits, and
+    backward for gradients.
+    """
 
     vocabulary: int
     forward: Callable[[Tensor], Tensor]
@@ -80,7 +82,9 @@ def _wrap_head(module: Any) -> Head | None:
 
 
 def count_piece_rows(vocabulary: int) -> int:
-    """Return the number of rows whose logits are computed at a time."""
+    """Return the number of rows (tokens) whose logits the loss computes at a time, for a vocabulary
+    of this size.
+    """
     return max(PIECE_BYTES // (4 * vocabulary), LEAST_ROWS)
 
 

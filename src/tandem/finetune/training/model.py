@@ -49,7 +49,7 @@ its weight themselves.
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A loaded model, and how its weights are stored."""
+    """A checkpoint that was loaded with frozen weights, and the plan by which they are stored."""
 
     model: Any
     """transformers' model; no parameter takes a gradient."""
@@ -175,7 +175,7 @@ def plan_training(
 
 
 def _list_shapes(experts: torch.nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of the parameters of transformers' experts, by name."""
+    """Return the shapes of the parameters of transformers' module of routed experts, by name."""
     return {key: getattr(experts, key).shape for key in find_expert_shapes(experts)}
 
 

@@ -67,7 +67,7 @@ def _check_adapter(recipe: Recipe) -> None:
 
 
 def clear_folder(folder: Path) -> None:
-    """Remove the checkpoints and the final files of an earlier run."""
+    """Remove the checkpoints and the final files that an earlier run left in its output folder."""
     for path in list_checkpoints(folder):
         shutil.rmtree(path)
     for pattern in LEFT_AT_END:

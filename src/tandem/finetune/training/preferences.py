@@ -23,7 +23,9 @@ REFERENCE = "ref"
 
 
 class PairTrainer(EpochTrainer, DPOTrainer):
-    """trl's trainer with our order of the data, for pairs that are tokenized already."""
+    """trl's trainer of preferences (DPO) with this package's order of the data, for pairs of
+    answers that are tokenized already.
+    """
 
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str

@@ -65,7 +65,7 @@ REPORTERS = {
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """The result of a run: its output folder, its scores, and what it was trained on."""
+    """The result of a training run: its output folder, its scores, and what it was trained on."""
 
     output_dir: str
     results: dict[str, Any]

@@ -15,7 +15,9 @@ __all__ = ["main"]
 
 
 def _watch() -> None:
-    """Wait until the other end of standard input is closed, then send SIGTERM to this process."""
+    """Wait until the process that started this one has ended (standard input is closed), then send
+    SIGTERM to this process.
+    """
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLHUP | select.POLLRDHUP)
     poll.poll()
@@ -23,7 +25,7 @@ def _watch() -> None:
 
 
 def main() -> None:
-    """Run the command in this process's arguments."""
+    """Run, in a process that ends with the one that started it, the command in the arguments."""
     cores, *command = sys.argv[1:]
     if cores != "all":
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})

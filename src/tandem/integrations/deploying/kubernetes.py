@@ -37,7 +37,7 @@ HERE = "$(POD_IP)"
 
 
 def render_manifests(spec: ClusterSpec) -> list[Manifest]:
-    """Return the manifests of a cluster, in the order in which to apply them."""
+    """Return the Kubernetes manifests of a cluster, in the order in which to apply them."""
     master = f"{spec.name}-store-master"
     addresses = Addresses(
         launchers=[f"tcp://{_name(spec, group.name)}:{spec.port}" for group in spec.groups],
@@ -66,7 +66,7 @@ def render_manifests(spec: ClusterSpec) -> list[Manifest]:
 
 
 def dump_manifests(manifests: Sequence[Manifest]) -> str:
-    """Return manifests as one YAML text, with a document for each."""
+    """Return Kubernetes manifests as one YAML text, with a document for each."""
     return yaml.safe_dump_all(manifests, sort_keys=False, width=100)
 
 

@@ -21,7 +21,7 @@ def _read(name: str) -> dict[str, Any]:
 
 
 def list_problems(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the violations of a manifest's schema, each with its place.
+    """Return where a Kubernetes manifest violates its schema, each place with the reason.
 
     Needs jsonschema. A kind without a schema is a violation.
     """
@@ -48,7 +48,7 @@ def list_problems(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def check_manifests(manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error if a manifest violates its schema.
+    """Raise an error if a Kubernetes manifest violates its schema.
 
     Raises: UnsupportedError (names each place).
     """

@@ -143,7 +143,7 @@ def plan_servers(
 
 
 def plan_store(spec: ClusterSpec, addresses: Addresses, *, one: bool = False) -> list[ProcessPlan]:
-    """Return the store's processes, the master first; none without a store."""
+    """Return the processes of the cluster's store, the master first; none if it has no store."""
     store = spec.store
     if store is None:
         return []

@@ -74,7 +74,9 @@ def plan_ray(spec: ClusterSpec, hosts: Sequence[str]) -> list[ProcessPlan]:
 
 
 def list_role_resources(spec: ClusterSpec) -> list[str]:
-    """Return the names of the Ray resources that place processes by role."""
+    """Return the names of the Ray resources by which machines are reserved for processes of a
+    role.
+    """
     names = {f"tandem_{group.role}" for group in spec.groups} | {"tandem_server"}
     return sorted(names | ({"tandem_store"} if spec.store is not None else set()))
 
@@ -122,8 +124,8 @@ class ProcessActor:
         self._loop.run(self._runner.__aenter__())
 
     def describe(self) -> str:
-        """Return the process's machine, its process id, and its first line once it is up, as
-        JSON.
+        """Return, as JSON, the machine and the process id of the actor's process, and its first
+        line once it is up.
         """
         said = self._runner.list_up().get(self._plan.name)
         pid = self._runner.list_pids().get(self._plan.name)
@@ -131,7 +133,7 @@ class ProcessActor:
         return msgspec.json.encode(values).decode()
 
     def end(self) -> str:
-        """End the process after its drain, and return its name."""
+        """End the actor's process, after the drain of its requests; return its name."""
         self._loop.run(self._runner.__aexit__())
         self._loop.close(CALL_TIMEOUT_S)
         shutil.rmtree(self._folder, ignore_errors=True)

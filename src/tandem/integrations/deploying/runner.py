@@ -103,7 +103,7 @@ async def start_bound(
 
 
 class _Running:
-    """One process, over all its restarts."""
+    """One process of a cluster that is kept running, over all its restarts."""
 
     def __init__(self, plan: ProcessPlan, cores: Sequence[int]) -> None:
         self.plan = plan
@@ -173,7 +173,7 @@ class ProcessRunner:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def list_up(self) -> dict[str, str]:
-        """Return the first line of each process that has been up, by name."""
+        """Return, by name of each process that has been up, the first line that it printed."""
         return {
             each.plan.name: each.up.result()
             for each in self._running
@@ -189,14 +189,14 @@ class ProcessRunner:
         }
 
     async def wait_up(self) -> None:
-        """Wait until every process has been up once.
+        """Wait until every process has been up once (it prints a line then).
 
         Raises: PeerLostError if a process was given up; names it.
         """
         await asyncio.gather(*(asyncio.shield(each.up) for each in self._running))
 
     async def _keep(self, running: _Running) -> None:
-        """Run one process, and restart it whenever it ends."""
+        """Run one process of the cluster, and restart it whenever it ends."""
         assert self._secret_file is not None, "entered before"
         pause_s, num_failed = PAUSE_S, 0
         while not running.is_ending:

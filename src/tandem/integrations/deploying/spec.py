@@ -23,7 +23,7 @@ MAX_INSTANCES = 64
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The resources that a process needs on its machine."""
+    """The resources (cores, memory, devices) that a process needs on its machine."""
 
     cpu: Quantity | None = None
     """Number of cores."""
@@ -32,7 +32,9 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Launchers that are alike: each has a machine of its own, and instances of one role."""
+    """A group of launchers (processes that own instances) that are alike: each has a machine of its
+    own, and instances of one role.
+    """
 
     name: Name
     role: InstanceRole = "unified"
@@ -47,7 +49,7 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The API servers of a cluster."""
+    """The API servers of a cluster to deploy: how many, and what each needs."""
 
     count: Count = 1
     host: str = "127.0.0.1"
@@ -59,7 +61,7 @@ class ServerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A store for KV: one master, and hosts that lend memory."""
+    """A store for KV in a cluster: one master, and hosts that lend memory."""
 
     hosts: Count = 1
     memory: Quantity = "1Gi"
@@ -70,7 +72,7 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The description of a cluster."""
+    """The description of a cluster to deploy: launchers, servers, and perhaps a store."""
 
     name: Name
     model: str

@@ -40,7 +40,9 @@ class ExpertFactors:
 
 @dataclass(frozen=True, slots=True)
 class _Pairs:
-    """The (token, expert) pairs of a batch, sorted by expert as the kernels need them."""
+    """The pairs of a token and an expert that it chose, sorted by expert as the kernels need
+    them.
+    """
 
     slots: Tensor
     """Index of each pair in the flattened [T, K] choices, [P]."""
@@ -49,7 +51,7 @@ class _Pairs:
     """Number of pairs of each expert."""
 
     def split(self) -> Iterator[tuple[int, slice]]:
-        """Yield each expert that has pairs, with the slice of its pairs."""
+        """Yield each expert that some token chose, with the slice of its (token, expert) pairs."""
         first = 0
         for expert, count in enumerate(self.counts):
             if count:

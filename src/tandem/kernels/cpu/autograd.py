@@ -38,7 +38,7 @@ class FrozenExperts(Protocol):
 
     @property
     def inner_dtype(self) -> torch.dtype:
-        """Dtype of gate, up and their gradients in the backward pass."""
+        """Dtype of gate, up and their gradients when the backward pass computes them."""
         ...
 
     def forward(
@@ -65,7 +65,9 @@ class FrozenExperts(Protocol):
         extra_PF: Tensor | None = None,
         d_gate_up_PC: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients with respect to ``x_TD`` and ``weights_TK``."""
+        """Return the gradients with respect to the input ``x_TD`` and the router weights
+        ``weights_TK``.
+        """
         ...
 
 

@@ -37,7 +37,7 @@ class ExpertReader(Protocol):
     """Reader of file ranges into memory; ``tandem._native.DirectReader`` implements it."""
 
     def add_file(self, path: str) -> int:
-        """Open a file and return its number."""
+        """Open a file to read from; return its number for ``begin``."""
         ...
 
     def begin(self, file: int, offset: int, length: int, at: int) -> int:
@@ -57,13 +57,13 @@ class ExpertReader(Protocol):
         ...
 
     def array(self) -> NDArray[np.uint8]:
-        """Return the memory that reads write to."""
+        """Return the memory that reads write to, as bytes; shared, not copied."""
         ...
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """Counts of experts that steps used, over all layers."""
+    """Counts of experts that steps found in memory or read from disk, over all layers."""
 
     hits: int = 0
     """Experts computed from a slot that already held them."""
@@ -89,7 +89,8 @@ class _Read:
 
 
 class ExpertTier:
-    """Memory of all layers for experts that lie on disk.
+    """Memory of all layers for experts that lie on disk: slots, which keep experts between steps,
+    and a staging area for others that a step uses.
 
     Args:
         reader: reads the files and owns the memory; owned by the tier.
@@ -126,7 +127,8 @@ class ExpertTier:
         self._is_stalled = False
 
     def give_slots(self, count: int) -> list[int]:
-        """Allot slots to a layer; return their offsets in the memory.
+        """Allot places that keep experts between steps (slots) to a layer; return their offsets in
+        memory.
 
         Raises: CapacityError (not enough slots are left).
         """
@@ -138,7 +140,9 @@ class ExpertTier:
         return [(first + i) * self.slot_bytes for i in range(count)]
 
     def take_staged(self) -> int | None:
-        """Return a free place of the staging area; None if none is free now."""
+        """Take a free place of the staging area (for experts that stay no longer than their use);
+        return its offset in memory, or None if none is free now.
+        """
         for read, place in [lost for lost in self._lost if self.reader.is_done(lost[0])]:
             # The abandoned read has ended and nobody waits for its result, so its error is ignored.
             with contextlib.suppress(TandemError):
@@ -148,11 +152,15 @@ class ExpertTier:
         return self._staged.pop() if self._staged else None
 
     def return_staged(self, place: int) -> None:
-        """Give a place of the staging area back."""
+        """Give a place of the staging area (for experts that stay no longer than their use)
+        back.
+        """
         self._staged.append(place)
 
     def give_up(self, read: int, place: int) -> None:
-        """Abandon a read; its place becomes free when the read has ended."""
+        """Stop waiting for a read of an expert; its place in the staging area becomes free when the
+        read has ended.
+        """
         self._lost.append((read, place))
 
     def finish(self, read: int) -> None:
@@ -174,7 +182,8 @@ class ExpertTier:
 
 
 class LayerSlots:
-    """One layer's experts on disk: their places in memory and their pending reads.
+    """One layer's experts on disk: their places in memory (slots keep experts between steps) and
+    their pending reads.
 
     Args:
         tier: the memory.
@@ -236,11 +245,11 @@ class LayerSlots:
             self._end_staged()
 
     def list_missing(self, expert_ids: list[int]) -> list[int]:
-        """Return the experts that hold no slot, in the given order."""
+        """Return those of some experts that hold no slot in memory, in the given order."""
         return [expert_id for expert_id in expert_ids if expert_id not in self._slots]
 
     def guess(self, expert_ids: list[int]) -> None:
-        """Begin to read experts that the next step is likely to use, likeliest first."""
+        """Begin to read experts into slots that the next step is likely to use, likeliest first."""
         insertions = self._policy.guess(expert_ids, self._tier.max_insertions)
         self._insert(insertions)
         self._guessed.update(insertion.expert_id for insertion in insertions)
@@ -285,7 +294,9 @@ class LayerSlots:
             first, is_added = end, True
 
     def _begin_missing(self, order: list[int], *, is_cached: bool) -> deque[int]:
-        """Begin to read missing experts into slots; return those that need the staging area."""
+        """Begin to read experts that are not in memory into slots, as the policy decides; return
+        the others, which need the staging area.
+        """
         counters = self._tier.counters
         missing = [expert_id for expert_id in order if expert_id not in self._slots]
         counters.hits += len(order) - len(missing)
@@ -335,7 +346,9 @@ class LayerSlots:
             self._lost.append((read.number, place))
 
     def _take_slot(self) -> int:
-        """Return a free slot, after waiting for an outdated read that still writes to it."""
+        """Return a free slot, if needed after waiting for the read of an evicted expert that still
+        writes to it.
+        """
         if self._free:
             return self._free.pop()
         number, place = self._lost[0]
@@ -366,7 +379,7 @@ class LayerSlots:
         self._reads[expert_id] = _Read(number, place, is_staged)
 
     def _finish(self, expert_id: int) -> None:
-        """Wait for an expert's read if it is pending."""
+        """Wait for an expert's read, if one is pending, and note where the expert lies."""
         read = self._reads.get(expert_id)
         if read is None:
             assert self.places[expert_id] >= 0, f"expert {expert_id} is not read"
@@ -388,7 +401,9 @@ class LayerSlots:
         self.places[expert_id] = read.place + offset % self._tier.alignment
 
     def _release(self, expert_id: int) -> None:
-        """Free an expert's place in the staging area, unless the expert holds a slot."""
+        """Free the place of an expert that lies in the staging area; one that holds a slot
+        stays.
+        """
         if expert_id in self._slots:
             return
         place = int(self.places[expert_id])
@@ -396,7 +411,7 @@ class LayerSlots:
         self._tier.return_staged(place - place % self._tier.alignment)
 
     def _end_staged(self) -> None:
-        """Free all places of the staging area, also after a failed step."""
+        """Free all places of the staging area that this layer uses, also after a failed step."""
         for expert_id in [e for e, read in self._reads.items() if read.is_staged]:
             read = self._reads[expert_id]
             try:

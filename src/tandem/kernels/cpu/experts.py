@@ -254,7 +254,9 @@ class PackedExperts:
 
     @property
     def num_parts(self) -> int:
-        """Number of shares of the intermediate dimension."""
+        """Number of parts into which each expert's intermediate dimension is divided; threads of
+        one NUMA node compute a part.
+        """
         return self._bank.num_parts
 
     @property
@@ -463,7 +465,7 @@ def _list_part_nodes(pool: ThreadPool, num_parts: int) -> list[int]:
 
 
 class WeightCache(Protocol):
-    """Packed weights on disk, found by the dotted path of their module."""
+    """Cache of packed weights on disk, by the dotted path of the module that they belong to."""
 
     def find(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
         """Return the module's packed weights, mapped read-only; None if the cache has none."""

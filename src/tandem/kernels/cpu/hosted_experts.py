@@ -31,7 +31,9 @@ _numbers = count()
 
 
 class StagedTokens(NamedTuple):
-    """Staging memory for one layer's tokens, which the device copies to and from."""
+    """Memory on the host for the tokens of one layer, with which the device exchanges the experts'
+    inputs and outputs.
+    """
 
     hidden: Tensor
     """Hidden states [T, D], in a dtype of the native kernels."""
@@ -96,8 +98,8 @@ class ScaledExperts:
 
 
 class Stream(Protocol):
-    """Computation of prompts on the device; ``kernels.lanes.streams.ExpertStream``
-    implements it.
+    """Computation of a prompt's experts on the device, with weights that are copied there;
+    ``kernels.lanes.streams.ExpertStream`` implements it.
     """
 
     def run(self, layer: int, x_TD: Tensor, ids_TK: Tensor, w_TK: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ class HostedExperts(RoutedExperts):
 
     @property
     def native(self) -> NativeExperts:
-        """The native experts on the host."""
+        """The native experts on the host that compute for this operator of another device."""
         return self._held[0]
 
     def load(self, reader: WeightReader, name: str) -> None:

@@ -41,12 +41,14 @@ class JoinedLinear:
 
     @property
     def size_bytes(self) -> int:
-        """Packed bytes of all parts."""
+        """Packed bytes of all matrices that are joined."""
         return sum(part.size_bytes for part in self.parts)
 
     @property
     def is_bound(self) -> bool:
-        """True if each share of each part is bound to its NUMA node."""
+        """True if each joined matrix has its outputs shared among NUMA nodes, with memory bound to
+        them.
+        """
         return all(part.is_bound for part in self.parts)
 
     @property

@@ -16,7 +16,9 @@ __all__ = ["LatentBuffers"]
 
 @dataclass(frozen=True, slots=True)
 class LatentBuffers:
-    """Memory of T rows, with views in the shapes that each native call takes."""
+    """Memory for the intermediate results of latent attention on T rows, with views in the shapes
+    that each native call takes.
+    """
 
     first: Buffer
     """First product [T, ...]: queries (compressed or not), the latent with its rotated items, index
@@ -53,7 +55,9 @@ class LatentBuffers:
 
     @classmethod
     def allocate(cls, spec: MlaSpec, num_tokens: int, dtype: torch.dtype) -> "LatentBuffers":
-        """Allocate buffers with unspecified contents."""
+        """Allocate the buffers of latent attention for a number of tokens, with unspecified
+        contents.
+        """
         heads, queries = spec.num_heads, spec.num_heads * spec.head
         index, latent_end = spec.index, spec.first_product + spec.key
         index_dim = 0 if index is None else index.dim

@@ -197,8 +197,8 @@ class CpuStep:
             self._add_shared(block, block.shared, choice.residual, choice.x)
 
     def leave_sum_(self, out_TD: Buffer) -> None:
-        """Let the next norm add the experts' sum, float32, to the residual; keep the buffer until
-        then.
+        """Leave the experts' sum, float32, to be added to the residual stream by the next norm; the
+        buffer must keep its contents until then.
         """
         if self._beside is not None:
             (layer, _), self._beside = self._beside, None
@@ -208,7 +208,9 @@ class CpuStep:
         self._pending = out_TD
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Add the pending sum to the residual, after the last layer."""
+        """Add the sum that the last layer left to be added to the residual stream; call it after
+        the last layer.
+        """
         if self._pending is not None:
             x_TD += self._pending.tensor
             self._pending = None
@@ -248,7 +250,9 @@ class CpuStep:
         return out.view(len(q), -1)
 
     def _norm(self, norm: RmsNorm | None, x_TD: Buffer) -> Buffer:
-        """Return the norm of the residual, after adding the pending sum to the residual."""
+        """Return the norm of the residual stream, after adding what an earlier part of the layer
+        left to be added (the pending sum).
+        """
         pending = self._pending
         if norm is None:
             self.complete_(x_TD.tensor)
@@ -267,7 +271,9 @@ class CpuStep:
         return out
 
     def _norm_branch(self, norm: RmsNorm, branch_TD: Buffer) -> None:
-        """Norm a branch's output in place and let the next norm add it to the residual."""
+        """Norm the output of a layer's branch (attention or MLP) in place; the next norm will add
+        it to the residual stream.
+        """
         assert self._pending is None, "two addends without a norm between them"
         view = branch_TD.view
         _native.rms_norm(
@@ -278,7 +284,9 @@ class CpuStep:
     def _mix(
         self, attention: Attention | MlaAttention | GatedDelta | StateSpace, h_TD: Buffer
     ) -> Buffer:
-        """Run attention as ``mix`` does, but in the step's buffers."""
+        """Run attention or a recurrence as ``mix`` does, but with inputs and results in the step's
+        buffers.
+        """
         if not isinstance(attention, Attention):
             return self._mix_otherwise(attention, h_TD)
         spec, layer_idx = attention.spec, attention.layer_idx
@@ -478,7 +486,9 @@ class CpuStep:
         plan.choose(place, queries.view, weights.view, spec.scale, chosen.view)
 
     def _find_choice(self, top: int) -> Buffer:
-        """Return the tokens that the last index chose, int32 [T, top]."""
+        """Return the tokens that sparse attention's last index chose for each token, int32 [T,
+        top].
+        """
         found: Buffer | None = self._buffers.get(("chosen", top))
         if found is None:
             made = torch.zeros(self._num_tokens, top, dtype=torch.int32)
@@ -567,7 +577,9 @@ class CpuStep:
         down_matrix.run(hidden, out_TD, is_added=is_added)
 
     def _choose_beside(self, beside: BesideExperts, x_TD: Buffer) -> ExpertChoice:
-        """Choose the experts parallel to a layer's MLP."""
+        """Run the router of a layer whose experts run beside (in parallel with) its MLP; return its
+        choice and the experts' input.
+        """
         router, size = beside.router, beside.norm.size
         scored = x_TD
         if router.spec.norm_eps is not None:
@@ -579,7 +591,9 @@ class CpuStep:
         return ExpertChoice(None, beside.experts, x_TD, given, ids, weights)
 
     def _run_beside(self) -> None:
-        """Run the MLP of a layer whose experts are parallel to it."""
+        """Run the dense MLP of a layer whose experts run beside (in parallel with) it, and keep its
+        output.
+        """
         assert self._beside is not None, "no layer has chosen experts"
         layer, h = self._beside
         assert layer.beside is not None, "no experts beside an MLP"
@@ -589,7 +603,9 @@ class CpuStep:
         self._norm_rows(layer.beside.mlp_norm, branch, branch)
 
     def _leave_beside(self, layer: DecoderLayer, sum_TD: Buffer) -> None:
-        """Norm the experts' sum, add the MLP's output, and complete the layer."""
+        """Norm the sum of experts that run beside an MLP, add the MLP's output, and complete the
+        layer.
+        """
         beside, out_norm = layer.beside, layer.parts.mlp_out_norm
         assert beside is not None and out_norm is not None, "no layer has chosen experts"
         assert self._residual is not None, "no layer has chosen experts"
@@ -667,8 +683,8 @@ class CpuStep:
         ids_TK: Buffer,
         w_TK: Buffer,
     ) -> None:
-        """Add this layer's immediate experts and those the previous layer deferred; defer the
-        others.
+        """Add this layer's immediate experts and those that the previous layer deferred; keep this
+        layer's deferred ones for the next.
         """
         weights = w_TK.tensor.float()
         immediate, late = routing.split(ids_TK.tensor, weights)

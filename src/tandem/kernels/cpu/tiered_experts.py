@@ -105,7 +105,9 @@ class TieredExperts(PackedExperts):
         out_TD: Buffer,
         on_begun: Callable[[], None] | None = None,
     ) -> None:
-        """Do ``run`` without guesses; call ``on_begun`` before the first read is waited for."""
+        """Read missing experts and compute as ``run`` does, without guessing the next layer's; call
+        ``on_begun`` before the first read is waited for.
+        """
         given = (x_TD, ids_TK, weights_TK, out_TD)
         layer, memory = self._layer, self._tier.memory
         ids = ids_TK.tensor.numpy()
@@ -124,7 +126,7 @@ class TieredExperts(PackedExperts):
 
     @property
     def layer(self) -> LayerSlots:
-        """Slots and pending reads of this layer."""
+        """This layer's places in memory for experts (slots), and its pending reads from disk."""
         return self._layer
 
     def forward(
@@ -169,7 +171,9 @@ def _make_buffers(
 
 @dataclass(frozen=True, slots=True)
 class TierShare:
-    """A layer's share of the slots of an ``ExpertTier``."""
+    """A layer's share of the memory for experts on disk: its number of slots, and who decides what
+    they hold.
+    """
 
     tier: ExpertTier
     num_slots: int
@@ -203,7 +207,7 @@ class DiskExperts(NativeExperts):
 
     @property
     def counters(self) -> TierCounters:
-        """Counters of the memory tier that all layers share."""
+        """Counts of hits and reads in the memory for experts on disk, which all layers share."""
         return self._share.tier.counters
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -246,11 +250,11 @@ class DiskExperts(NativeExperts):
 
     @property
     def is_in_one_piece(self) -> bool:
-        """False: the weights are on disk."""
+        """False: the weights are on disk, so they cannot be viewed as one piece of memory."""
         return False
 
     @property
     def tiered(self) -> TieredExperts:
-        """The loaded experts."""
+        """The layer's experts with their file and their memory, after ``load``."""
         assert isinstance(self._experts, TieredExperts), "not loaded"
         return self._experts

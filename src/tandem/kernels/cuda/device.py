@@ -86,7 +86,7 @@ class _CollectionPause:
         self._was_enabled = False
 
     def acquire(self) -> None:
-        """Pause the garbage collector until ``release``."""
+        """Pause Python's garbage collector until ``release``; calls are counted."""
         with self._lock:
             if self._count == 0:
                 self._was_enabled = gc.isenabled()
@@ -94,7 +94,7 @@ class _CollectionPause:
             self._count += 1
 
     def release(self) -> None:
-        """Resume the garbage collector if no other caller has paused it."""
+        """End one pause; Python's garbage collector resumes when no other caller has paused it."""
         with self._lock:
             self._count -= 1
             if self._count == 0 and self._was_enabled:
@@ -167,7 +167,7 @@ class CudaStream:
 
 
 class CudaEvent:
-    """A CUDA event."""
+    """A CUDA event as an ``Event``: a point in the work of a stream."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event()

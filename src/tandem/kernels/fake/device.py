@@ -83,7 +83,7 @@ class FakeStream:
 
     @property
     def num_queued(self) -> int:
-        """Number of pieces of work that were ever queued."""
+        """Number of pieces of work that were ever queued on the stream."""
         with self._ready:
             return self._num_queued
 
@@ -130,7 +130,9 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event: a stream and the number of its pieces of work that the event follows."""
+    """An event of the simulated device: a stream, and how many of its pieces of work come before
+    the event.
+    """
 
     def __init__(self, place: FakeStream) -> None:
         self.place = place
@@ -218,7 +220,7 @@ class FakeDevice:
             _as_own(stream).put("copy", partial(_copy, source, target))
 
     def make_stream(self) -> FakeStream:
-        """Return a new stream with its thread."""
+        """Return a new stream, with a thread of its own that does its work."""
         self._streams.append(FakeStream(self._delay))
         return self._streams[-1]
 
@@ -226,7 +228,9 @@ class FakeDevice:
         """Do nothing: CPU operators are complete when they return."""
 
     def wait(self, event: Event) -> None:
-        """Wait for the event, as operators run in the thread that calls them."""
+        """Wait on the host until the event is done, as operators run in the thread that calls
+        them.
+        """
         event.synchronize()
 
     def make_event(self) -> FakeEvent:
@@ -236,7 +240,7 @@ class FakeDevice:
         return FakeEvent(self._streams[0])
 
     def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
-        """Queue device work on a stream."""
+        """Queue work on a stream; its thread runs the work later, with access to device memory."""
         _as_own(stream).put(name or "run", partial(_run, work))
 
     def call_host(self, stream: Stream, function: Callable[[], None], name: str = "") -> None:

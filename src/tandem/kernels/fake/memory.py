@@ -90,5 +90,7 @@ class DeviceTensor(torch.Tensor):
 
 
 def hide(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor as memory of the simulated device."""
+    """Return a view of the tensor as memory of the simulated device, which the host may not read
+    directly.
+    """
     return tensor.as_subclass(DeviceTensor)

@@ -24,7 +24,9 @@ __all__ = ["TapeDevice"]
 
 
 class Tape(TorchDispatchMode):
-    """A recorder of torch operators that can repeat them."""
+    """A recorder of the torch operators that code calls, which can repeat them on the same
+    memory.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +36,9 @@ class Tape(TorchDispatchMode):
 
     @torch.inference_mode()
     def restore(self) -> None:
-        """Undo the operators' writes, because a capture must not execute anything."""
+        """Undo the writes of the recorded operators, because a capture must not execute
+        anything.
+        """
         for memory, before in self._before.values():
             memory.copy_(before)
 
@@ -77,7 +81,9 @@ def _list_tensors(values: Any) -> list[Tensor]:
 
 
 def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: list[Tensor]) -> None:
-    """Run an operator again and copy its new tensors into those of the first run."""
+    """Run a recorded operator again and copy the tensors that it makes into those of the recorded
+    run.
+    """
     for new, kept in zip(_list_tensors(func(*args, **kwargs)), made, strict=True):
         if new.data_ptr() != kept.data_ptr():
             kept.copy_(new)
@@ -99,8 +105,8 @@ class TapeDevice(CpuDevice):
         try:
             return super().capture(stream, work)
         finally:
-            # Tapes are undone in reverse order, since each restores the values that its predecessor
-            # left.
+            # Tapes (recordings of a capture's operators) are undone in reverse order, since each
+            # restores the values that its predecessor left.
             for tape in reversed(self._tapes):
                 tape.restore()
             self._tapes.clear()

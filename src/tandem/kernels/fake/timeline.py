@@ -23,7 +23,9 @@ HOST_LANE = "host"
 
 
 class Span(NamedTuple):
-    """A piece of work on the timeline."""
+    """A piece of work on the timeline: its lane (stream, or host) and its begin and end in virtual
+    time.
+    """
 
     lane: str
     name: str
@@ -32,7 +34,7 @@ class Span(NamedTuple):
 
 
 class TimelineStream:
-    """A stream as a lane of the timeline, busy until ``now_s``."""
+    """A stream as a lane of the timeline (work one after the other), busy until ``now_s``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,30 +49,30 @@ class TimelineStream:
             self.captured.append(work)
 
     def wait(self, event: Event) -> None:
-        """Advance this stream's clock to the event's time."""
+        """Let the stream go on no earlier than the event's virtual time."""
         assert isinstance(event, TimelineEvent), "an event of another device"
         self.now_s = max(self.now_s, event.at_s)
 
     def synchronize(self) -> None:
-        """Do nothing: the host has no clock here, so it never waits."""
+        """Do nothing: the host has no clock in this simulation, so it never waits."""
 
 
 class TimelineEvent:
-    """An event with its virtual time."""
+    """An event of the timeline: the virtual time at which its stream reaches it."""
 
     def __init__(self) -> None:
         self.at_s = 0.0
 
     def record(self, stream: Stream) -> None:
-        """Set the event's time to the stream's present time."""
+        """Set the event's virtual time to that at which the stream has done its work so far."""
         self.at_s = _as_own(stream).now_s
 
     def is_done(self) -> bool:
-        """Return True: the host has no clock here."""
+        """Return True: the host has no clock in this simulation, so it sees all work done."""
         return True
 
     def synchronize(self) -> None:
-        """Do nothing: the host has no clock here."""
+        """Do nothing: the host has no clock in this simulation, so it never waits."""
 
 
 class TimelineGraph:
@@ -85,7 +87,7 @@ class TimelineGraph:
 
 
 class TimelineDevice:
-    """A simulated device that only computes when work would run.
+    """A simulated device that computes no tensors, only when work would run (a timeline).
 
     Args:
         costs: gives the seconds of device work by its name; for host functions, of the job that
@@ -131,19 +133,19 @@ class TimelineDevice:
         return CPU.count_free_bytes()
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """Return host memory."""
+        """Return host memory: this simulated device has none of its own."""
         return CPU.allocate(size_bytes)
 
     def map_memory(self, size_bytes: int) -> CpuMemory:
-        """Return host memory."""
+        """Return host memory: this simulated device has none of its own."""
         return CPU.map_memory(size_bytes)
 
     def allocate_staging(self, size_bytes: int) -> Tensor:
-        """Return host memory."""
+        """Return host memory: this simulated device needs no other for its copies."""
         return CPU.allocate(size_bytes)
 
     def make_stream(self) -> TimelineStream:
-        """Return a new stream, a lane of the timeline."""
+        """Return a new stream, which is a lane (a row of work in order) of the timeline."""
         self._num_streams += 1
         return TimelineStream(f"stream {self._num_streams}")
 
@@ -151,20 +153,24 @@ class TimelineDevice:
         """Do nothing: such operators are complete when they return."""
 
     def wait(self, event: Event) -> None:
-        """Do nothing: operators outside of streams take no time."""
+        """Do nothing: in this simulation operators outside of streams take no time."""
 
     def make_event(self) -> TimelineEvent:
         """Return a new event."""
         return TimelineEvent()
 
     def copy(self, source: Tensor, target: Tensor, stream: Stream | None = None) -> None:
-        """Add a copy to the stream's lane; it takes its bytes over the link's speed."""
+        """Add a copy to the stream's lane; it takes its bytes divided by the speed of the link
+        between host and device.
+        """
         assert stream is not None, "a copy that no stream does"
         own = _as_own(stream)
         own.put(partial(self._spend, own, "copy", target.nbytes / self._link))
 
     def run(self, stream: Stream, work: Callable[[], None], name: str = "") -> None:
-        """Add the cost of the work's name to the stream's lane; the work is not called."""
+        """Add work to the stream's lane, for as long as ``costs`` says of its name; the work is not
+        called.
+        """
         del work
         own = _as_own(stream)
         own.put(partial(self._spend, own, name, self._costs(name)))
@@ -202,12 +208,12 @@ class TimelineDevice:
             self._is_replay = False
 
     def count_busy_s(self, lane: str) -> float:
-        """Return the seconds for which a lane was busy."""
+        """Return the virtual seconds for which a lane (a stream, or the host) was busy."""
         return sum(span.end_s - span.begin_s for span in self.spans if span.lane == lane)
 
     @property
     def end_s(self) -> float:
-        """End time of the last piece of work, in seconds."""
+        """Virtual time in seconds at which the last piece of work ends."""
         return max((span.end_s for span in self.spans), default=0.0)
 
     def _spend(self, stream: TimelineStream, name: str, seconds: float) -> None:

@@ -37,13 +37,13 @@ class LayerSum(Protocol):
     """A layer's weighted sum of experts for a prompt, built up as ranges of experts arrive."""
 
     def add(self, memory: Tensor, first: int, end: int) -> None:
-        """Add experts [first, end), which lie one after the other in ``memory``; ranges ascend
-        without gaps.
+        """Compute experts [first, end), whose weights lie one after the other in ``memory``, and
+        add their outputs; ranges ascend without gaps.
         """
         ...
 
     def take(self) -> Tensor:
-        """Return the sum, float32 [T, D], after all experts were added."""
+        """Return the weighted sum of the layer's experts, float32 [T, D], after all were added."""
         ...
 
 
@@ -81,7 +81,8 @@ class ExpertLoads(Protocol):
 
 
 def make_loads(native: NativeExperts, pool: ThreadPool, device: Device) -> ExpertLoads:
-    """Return the loads of a layer's experts that suit the device.
+    """Return a layer's experts in the form (loads) in which they are copied to the device: packed,
+    or dequantized.
 
     Raises: UnsupportedError (the experts are not in one piece of host memory).
     """
@@ -136,7 +137,8 @@ class PackedLoads:
         weights.
         """
         tokens, top_k = ids_BK.shape
-        # Places that hold no expert write to one surplus entry at the end, which is cut off below.
+        # ``places`` maps an expert to its offset in ``memory``. Empty places of the memory have no
+        # expert: they write to one surplus entry at the end, which is cut off below.
         places = torch.full((self.num_experts + 1,), -1, dtype=torch.int64)
         offsets = torch.arange(len(owners_U)) * self.expert_bytes
         places[owners_U.where(owners_U >= 0, self.num_experts)] = offsets
@@ -165,7 +167,9 @@ class _PackedSum:
         self._out = Buffer.allocate(*x_TD.shape, dtype=torch.float32)
 
     def add(self, memory: Tensor, first: int, end: int) -> None:
-        """Add experts [first, end), which lie one after the other in ``memory``."""
+        """Compute experts [first, end), whose weights lie one after the other in ``memory``, and
+        add their outputs.
+        """
         places = np.full(self._bank.num_experts, -1, np.int64)
         places[first:end] = np.arange(end - first) * self._expert_bytes
         self._bank.run_apart(
@@ -173,7 +177,7 @@ class _PackedSum:
         )
 
     def take(self) -> Tensor:
-        """Return the sum, float32 [T, D]."""
+        """Return the weighted sum of the layer's experts, float32 [T, D], after all were added."""
         return self._out.tensor
 
 
@@ -247,7 +251,9 @@ class UnpackedLoads:
     def _multiply(
         self, x_TD: Tensor, memory: Tensor, place: int, biases: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """Return an expert's output, float32 [T, D]."""
+        """Return the output of one expert, whose weights lie at ``place`` of the memory, for all
+        tokens: float32 [T, D].
+        """
         gate_up, down = self._view(memory, place)
         hidden = x_TD.to(self.dtype) @ gate_up.t()
         if biases is not None:
@@ -283,8 +289,9 @@ class UnpackedLoads:
     ) -> None:
         half = 2 * self._hidden * self._inner
         numbers = memory.view(self.dtype).view(len(owners_U), -1)
-        # Places that hold no expert write to one surplus entry at the end. Pairs of other experts
-        # read expert 0's place, and their outputs are zeroed below.
+        # ``places`` maps an expert to its place in ``memory``. Empty places of the memory write to
+        # one surplus entry at the end. A choice of -1 (no expert, or one that is computed
+        # elsewhere) is looked up as expert 0, and its output is zeroed below.
         places = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=owners_U.device)
         known = owners_U.where(owners_U >= 0, self.num_experts)
         places.index_copy_(0, known, torch.arange(len(owners_U), device=owners_U.device))
@@ -335,7 +342,9 @@ class _UnpackedSum:
         self._out = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
 
     def add(self, memory: Tensor, first: int, end: int) -> None:
-        """Add experts [first, end), which lie one after the other in ``memory``."""
+        """Compute experts [first, end), whose weights lie one after the other in ``memory``, and
+        add their outputs.
+        """
         for expert_id in range(first, end):
             begin, stop = self._ranges[expert_id]
             if begin == stop:
@@ -347,5 +356,5 @@ class _UnpackedSum:
             self._out.index_add_(0, rows, y * self._weights[begin:stop, None])
 
     def take(self) -> Tensor:
-        """Return the sum, float32 [T, D]."""
+        """Return the weighted sum of the layer's experts, float32 [T, D], after all were added."""
         return self._out

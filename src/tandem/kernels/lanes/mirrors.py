@@ -30,13 +30,17 @@ class KvArrivals:
         self._device, self._events = device, events
 
     def wait(self, place: LayerPlace) -> None:
-        """Let later operators begin only once a layer's blocks are on the device."""
+        """Let later operators begin only once a layer's KV that is being copied has arrived on the
+        device.
+        """
         events = self._events[place.group] if place.group < len(self._events) else ()
         if events:
             self._device.wait(events[place.layer_idx])
 
     def wait_all(self) -> None:
-        """Let later operators begin only once all blocks are on the device."""
+        """Let later operators begin only once the KV of all layers that is being copied has arrived
+        on the device.
+        """
         for events in self._events:
             if events:
                 self._device.wait(events[-1])
@@ -58,11 +62,15 @@ class HostMirror:
         self._events = [device.make_event() for _ in self._layers]
 
     def view_bytes(self) -> NDArray[np.uint8]:
-        """Return the host memory as bytes, one item after the other; shares the memory."""
+        """Return the mirror's host memory as bytes, one item (block or state) after the other;
+        shares the memory.
+        """
         return self._memory.view(-1).numpy()
 
     def save(self, numbers: Sequence[int]) -> None:
-        """Copy items to the host; returns when they are there. No step may be writing them."""
+        """Copy items (blocks or states) from the device to the host; return when they are there.
+        The caller ensures that no step writes them.
+        """
         for number in numbers:
             self._device.copy(self._items[number], self._memory[number], self._saving)
         if numbers:
@@ -84,5 +92,5 @@ class HostMirror:
         return self._events
 
     def finish_loads(self) -> None:
-        """Wait until the copies to the device that were begun have ended."""
+        """Wait on the host until the copies to the device that were begun have ended."""
         self._loading.synchronize()

@@ -42,7 +42,9 @@ class Places:
 
 
 class Staging(Places):
-    """Buffers in host memory, with the sum of deferred experts."""
+    """Buffers in host memory for the tokens of one layer, with the sum of its deferred experts
+    (those added one layer later).
+    """
 
     def __init__(
         self, allocate: Callable[[int], Tensor], shape: tuple[int, int, int], dtype: torch.dtype
@@ -87,5 +89,7 @@ class Landing:
         """Expert id of each place; -1: the place is empty."""
 
     def take(self, num_experts: int, expert_bytes: int) -> tuple[Tensor, Tensor]:
-        """Return the memory and the owners of the first ``num_experts`` places."""
+        """Return the memory of the first ``num_experts`` places for uploaded experts, and the
+        owners: which expert each place holds.
+        """
         return self.memory[: num_experts * expert_bytes], self.owners_U[:num_experts]

@@ -20,21 +20,26 @@ __all__ = ["ExpertSlots", "SlotPolicy"]
 
 
 class SlotPolicy(Protocol):
-    """Decision which experts hold slots; ``placement.experts.cache.CachePolicy`` implements it."""
+    """Decision which experts stay in a layer's slots; ``placement.experts.cache.CachePolicy``
+    implements it.
+    """
 
     def touch(self, expert_ids: Sequence[int], max_insertions: int, /) -> Sequence[tuple[int, int]]:
-        """Note the experts of a step; return pairs of (expert that takes a slot, expert evicted or
-        -1).
+        """Take note of the experts that a step chose; return those to put into slots, as pairs
+        (expert, the one that it evicts, or -1).
         """
         ...
 
     def forget(self, expert_id: int, /) -> None:
-        """Note that an expert no longer holds a slot."""
+        """Take note that an expert no longer holds a slot, as its load failed or slots were
+        emptied.
+        """
         ...
 
 
 class ExpertSlots:
-    """A layer's slots on the device, and the host's record of their contents.
+    """A layer's slots (places for experts that stay in the device's memory), and the host's record
+    of their contents.
 
     Args:
         device: device that has the memory.
@@ -82,7 +87,7 @@ class ExpertSlots:
         return not self._free
 
     def holds(self, expert_id: int) -> bool:
-        """Return True if an expert is in a slot."""
+        """Return True if an expert is in a slot of the device's memory."""
         return expert_id in self._slot_of
 
     def admit(self, expert_ids: Sequence[int], max_uploads: int) -> list[int]:
@@ -98,8 +103,8 @@ class ExpertSlots:
         self.num_hits += len(expert_ids) - len(missed)
         owners, places = self._owners, self._places
         owners[self.num_slots :] = -1
-        # By default an upload goes to a temporary place behind the slots; this also covers the
-        # unused uploads that a captured graph copies anyway.
+        # By default an uploaded expert goes to a temporary place behind the slots. This also covers
+        # the uploads that a step does not need but a captured graph copies anyway.
         places[:] = self._passing_places
         uploads: list[int] = []
         for expert_id, evicted in self._policy.touch(expert_ids, max_uploads):
@@ -114,7 +119,7 @@ class ExpertSlots:
         return uploads
 
     def clear(self) -> None:
-        """Empty all slots."""
+        """Empty all slots: no expert counts as present on the device any more."""
         for expert_id, slot in self._slot_of.items():
             self._free.append(slot)
             self._policy.forget(expert_id)

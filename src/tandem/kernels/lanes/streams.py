@@ -28,7 +28,7 @@ NUM_PLACES = 2
 
 
 class _Place(NamedTuple):
-    """Staging and device memory of one range of experts."""
+    """The staging memory on the host and the memory on the device for one range of experts."""
 
     staging: Tensor
     memory: Tensor
@@ -72,7 +72,7 @@ class ExpertStream:
         """Layer whose experts the thread loads next; -1: the thread is idle."""
 
     def close(self) -> None:
-        """End the loading thread; idempotent."""
+        """End the thread that loads experts; idempotent."""
         self._stop()
         self._loader.shutdown()
 
@@ -129,7 +129,9 @@ class ExpertStream:
         return arrived
 
     def _begin(self, layer: int) -> None:
-        """Let the loading thread start with this layer, after stopping what it did before."""
+        """Let the loading thread copy experts from this layer on, after stopping what it did
+        before.
+        """
         self._stop()
         if not self._places:
             self._places = self._make_places()

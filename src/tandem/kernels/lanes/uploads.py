@@ -27,7 +27,9 @@ faster, so that the slots follow changes in which experts are chosen.
 
 
 class Division(NamedTuple):
-    """The experts of a layer that the device computes."""
+    """The experts of a layer's choice that are computed on the device, and which of these must
+    be uploaded first.
+    """
 
     on_device: NDArray[np.int64]
     uploads: list[int]
@@ -40,16 +42,21 @@ class Split(Protocol):
     """
 
     def choose(self, num_missed: int) -> int:
-        """Return how many of ``num_missed`` experts to upload."""
+        """Return how many of ``num_missed`` experts (those in no device slot, over all layers) to
+        upload in a step.
+        """
         ...
 
     def note(self, num_host: int, host_s: float, num_uploaded: int, upload_s: float) -> None:
-        """Note the seconds that host and upload took for their numbers of experts."""
+        """Take note of how long the host took for its experts of a step, and upload and device for
+        theirs.
+        """
         ...
 
 
 class UploadLane:
-    """Upload buffers that the layers share, and the measured times of host and upload.
+    """Upload of some experts of a decode step to the device, beside those that the host computes:
+    buffers that the layers share, and measured times.
 
     Args:
         device: device that experts are uploaded to.
@@ -104,21 +111,27 @@ class UploadLane:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Experts of all steps that were in a slot, and that were not."""
+        """Counts of the experts that all steps chose: those in a slot of the device's memory, and
+        the others.
+        """
         slots = self._held_slots
         return sum(one.num_hits for one in slots), sum(one.num_missed for one in slots)
 
     def find_slots(self, layer_idx: int) -> ExpertSlots | None:
-        """Return a layer's slots; None: no experts stay on the device."""
+        """Return a layer's slots, which keep experts in the device's memory; None: none are
+        kept.
+        """
         return self._slots[layer_idx] if self._slots else None
 
     def begin_step(self) -> None:
-        """Reset the counts and times of a step."""
+        """Begin a step: set its counts of experts and its measured times to zero."""
         self._num_host = self._num_uploaded = 0
         self._host_s = self._upload_s = 0.0
 
     def end_step(self) -> None:
-        """Report the step's counts and times to the split."""
+        """End a step: report its counts of experts and measured times to the ``Split``, which
+        learns from them.
+        """
         self._num_missed = self._num_host + self._num_uploaded
         if self._num_missed:
             self._split.note(self._num_host, self._host_s, self._num_uploaded, self._upload_s)
@@ -150,7 +163,9 @@ class UploadLane:
         return Division(on_device, uploads)
 
     def stage(self, layer_idx: int, expert_ids: Sequence[int]) -> None:
-        """Write experts of a layer to the staging memory."""
+        """Write some of a layer's experts to the host's staging memory, from which the device
+        copies them.
+        """
         loads = self.loads[layer_idx]
         assert loads is not None, "a layer without experts"
         size = loads.expert_bytes
@@ -158,16 +173,22 @@ class UploadLane:
             loads.stage(expert_id, self.there.memory[place * size : (place + 1) * size])
 
     def clear(self) -> None:
-        """Empty all slots after a failed step, which may have left them with wrong contents."""
+        """Empty all slots of the device's memory after a failed step, which may have left wrong
+        contents in them.
+        """
         for slots in self._held_slots:
             slots.clear()
 
     def note_uploaded(self) -> None:
-        """Note the time at which the device has computed a layer's experts."""
+        """Add the time since ``divide`` to the step's upload time, when the device has computed a
+        layer's experts.
+        """
         self._upload_s += self._read_clock() - self._begin_s
 
     def time_host(self, work: Callable[[], None]) -> None:
-        """Run the host's part of a layer and measure its time."""
+        """Compute the host's experts of a layer by ``work``, and add the time to the step's host
+        time.
+        """
         begin_s = self._read_clock()
         work()
         self._host_s += self._read_clock() - begin_s

@@ -23,16 +23,7 @@ __all__ = ["LatentStep"]
 
 
 class LatentStep:
-    """A step's sequences, and the rows that their tokens attend to.
-
-    Args:
-        tier: the latents.
-        block_table: int64 [S, B].
-        query_start: first token of each sequence, followed by T.
-        context_lens: tokens of each sequence, this step's included.
-        block_size: tokens of a block.
-        pool: threads that share the work; None: the caller's thread.
-    """
+    """Attention of a step's sequences over latents that lie in a file."""
 
     def __init__(
         self,
@@ -54,7 +45,8 @@ class LatentStep:
             for blocks, length in zip(block_table, context_lens, strict=True)
         ]
         """By sequence, the row of each position within a layer."""
-        # What no token of a range reads may be any slot.
+        # The table gives the slot of each position. Positions that no token of a range attends to
+        # are never read, so any slot, such as 0, may stand there.
         self._table = np.zeros((len(context_lens), max(context_lens)), np.int64)
 
     def run(
@@ -119,14 +111,18 @@ class LatentStep:
     def _place(
         self, rows: NDArray[np.int64], is_new: NDArray[np.bool_], *, is_unique: bool
     ) -> NDArray[np.int64]:
-        """Bring rows to memory, of which some may be equal: sequences may share blocks."""
+        """Bring rows (latents) to memory; return their slots. Rows may repeat, as sequences may
+        share blocks.
+        """
         if is_unique:
             return self._tier.place(rows, is_new)
         unique, firsts, inverse = np.unique(rows, return_index=True, return_inverse=True)
         return self._tier.place(unique, is_new[firsts])[inverse]
 
     def _list_parts(self, first: int, end: int) -> list["_Part"]:
-        """Return the parts of sequences among the tokens [first, end)."""
+        """Return the sequences that have tokens in the step's range [first, end), each with those
+        tokens.
+        """
         parts: list[_Part] = []
         for sequence, length in enumerate(self._context_lens):
             begin, stop = self._query_start[sequence : sequence + 2]
@@ -137,7 +133,9 @@ class LatentStep:
         return parts
 
     def _list_positions(self, part: "_Part", chosen: Tensor) -> NDArray[np.int64]:
-        """Return the positions that a part's tokens attend to, and their own, ascending."""
+        """Return the positions of a sequence whose latents must be in memory: those that the part's
+        tokens attend to, and their own, ascending.
+        """
         first_chosen = chosen.shape[1]
         is_wanted = np.zeros(part.stop, np.bool_)
         is_wanted[part.start :] = True
@@ -161,7 +159,7 @@ class _Call(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Tokens of one sequence in a range."""
+    """The tokens of one sequence that lie in a range of the step, which is attended at once."""
 
     sequence: int
     first: int

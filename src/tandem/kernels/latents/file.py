@@ -31,17 +31,7 @@ DROP_BYTES = 64 << 20
 
 
 class RowFile:
-    """Rows in a nameless file of a folder.
-
-    Args:
-        folder: folder on the disk.
-        num_rows: rows of the file, numbered from 0; unspecified before they are written.
-        row_bytes: size of a row.
-
-    Raises:
-        ConfigError: the folder does not exist, or cannot be written to.
-        CapacityError: the disk, or memory, has no room.
-    """
+    """Rows of equal size in a file without a name, in a folder of the disk."""
 
     def __init__(self, folder: Path, num_rows: int, row_bytes: int) -> None:
         page = DirectReader.ALIGNMENT
@@ -124,7 +114,9 @@ class RowFile:
         begins: NDArray[np.int64],
         out: NDArray[np.uint8],
     ) -> list[NDArray[np.int64]]:
-        """Read the parts of a batch; return the rows of those that failed."""
+        """Read the disk's pages that hold a batch of rows, and copy the rows out; return the rows
+        of those reads that failed.
+        """
         if not batch:
             return []
         reader, page, size = self._reader, DirectReader.ALIGNMENT, self._row_bytes
@@ -143,14 +135,15 @@ class RowFile:
             addresses.append(begins[first:end] - int(begins[first]) // page * page + at)
             if read is None or not self._finish(read):
                 failed.append(np.arange(first, end))
-        # Counted here, as the reader answers nobody else while a call waits.
+        # The count is copied here, since other threads ask for it, and would wait for the reader
+        # while a read is in progress.
         self.read_bytes = reader.bytes_read
         first, last = batch[0][0], batch[-1][1]
         out[first:last] = self._windows[np.concatenate(addresses)]
         return failed
 
     def _finish(self, read: int) -> bool:
-        """Wait for a read; return False if it failed."""
+        """Wait for a read to end; return False if it failed."""
         try:
             self._reader.finish(read, 0 if self._pending else READ_TIMEOUT_MS)
         except DeadlineError as error:
@@ -163,7 +156,9 @@ class RowFile:
         return True
 
     def _end_pending(self) -> None:
-        """Wait no longer for reads that were given up, but check that they have ended."""
+        """Check that all reads that were given up have ended, without waiting. Raises:
+        DeadlineError (one has not).
+        """
         while self._pending:
             if not self._reader.is_done(self._pending[-1]):
                 what = "reads that were given up have not ended: the disk does not answer"

@@ -39,7 +39,9 @@ def count_row_bytes(layout: MlaLayout) -> int:
 
 @dataclass(slots=True)
 class LatentCounters:
-    """Counts over all layers and steps."""
+    """Counts of rows (latents of a token in a layer) that attention read, over all layers and
+    steps.
+    """
 
     chosen: int = 0
     """Rows that a layer's tokens attended to, each once a layer and step, but for those that the
@@ -82,7 +84,9 @@ class LatentTier:
         slots = view_tensor(tensor.view(self.num_slots, -1))
         self.pool = KvPool.placed(slots, format_name, 1, layout.row_size, layout.kv_lora_rank, [0])
         """The slots as attention reads them: blocks of one token and one layer."""
-        # Zeros are given by the system as they are touched, so slots count from 1 here.
+        # 0 means that a row is not in memory, so slots count from 1 here: the system gives zeroed
+        # pages only as they are touched, whereas filling the array with -1 would take all its
+        # memory.
         self._slots = np.zeros(num_rows, np.int32)
         """Slot of each row, plus 1; 0 if the row is not in memory."""
         self._sums = np.zeros(num_rows, np.uint32)
@@ -104,12 +108,15 @@ class LatentTier:
         self.counters = LatentCounters()
 
     def take_lost_blocks(self) -> frozenset[int]:
-        """Return the blocks some row of which could not be read since the last call."""
+        """Return the KV blocks of which some latents could not be read since the last call; each is
+        told once.
+        """
         lost, self._lost = frozenset(self._lost), set()
         return lost
 
     def place(self, rows: NDArray[np.int64], is_new: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Bring rows to memory; return their slots, which stay until the next call.
+        """Bring rows (latents of a token in a layer) to memory; return their slots there, which
+        stay until the next call.
 
         Args:
             rows: numbers of rows, each once, at most ``num_slots``.
@@ -137,14 +144,16 @@ class LatentTier:
         return slots
 
     def write(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        """Write rows from their slots to the file. Raises: InternalError (the disk fails)."""
+        """Write rows (latents of a token in a layer) from their places in memory to the file.
+        Raises: InternalError (the disk fails).
+        """
         order = np.argsort(rows)
         rows, data = rows[order], self.memory[slots[order]]
         self._sums[rows] = self._sum_rows(data)
         self.file.write(rows, data)
 
     def copy_block(self, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens' rows of a block to another block, in all layers.
+        """Copy the latents of a block's first tokens to another block, in all layers.
 
         Raises: as ``place``.
         """
@@ -179,12 +188,16 @@ class LatentTier:
         self.memory[slots[reading]] = data
 
     def _sum_rows(self, data: NDArray[np.uint8]) -> NDArray[np.uint32]:
-        """Return the checksums of rows: the upper half of a sum of products, modulo 2^64."""
+        """Return a checksum of each row (a latent): the upper half of a sum of products, modulo
+        2^64.
+        """
         sums = data.view(self._word_type).astype(np.uint64) @ self._factors
         return (sums >> np.uint64(32)).astype(np.uint32)
 
     def _take_slots(self, count: int) -> NDArray[np.int64]:
-        """Return slots without a row that the current call uses; their rows leave memory."""
+        """Return places in memory that the current call does not use; the rows (latents) that they
+        hold leave memory.
+        """
         total = self.num_slots
         begin = int(self._random.integers(total))
         near = (begin + np.arange(min(total, max(4 * count, MIN_SEARCHED)))) % total

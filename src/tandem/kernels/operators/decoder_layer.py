@@ -103,7 +103,9 @@ class DecoderLayer(Operator):
 
     @property
     def has_shared(self) -> bool:
-        """True if ``Step.run_shared_`` has work in this layer."""
+        """True if ``Step.run_shared_`` has work in this layer: shared experts, or an MLP beside
+        routed ones.
+        """
         mlp = self.parts.mlp
         return self.beside is not None or (isinstance(mlp, MoeBlock) and mlp.shared is not None)
 

@@ -34,7 +34,9 @@ MAX_RUN_S = 60.0
 
 
 class PendingExperts:
-    """Pending result of ``RoutedExperts.submit``; one thread waits for it."""
+    """The result of ``RoutedExperts.submit``, which may still be computed; one thread waits for
+    it.
+    """
 
     def __init__(self, future: Future[None], finish: Callable[[], Tensor]) -> None:
         self._future = future

@@ -30,22 +30,28 @@ row.
 
 
 class FrozenDelta(nn.Module):
-    """A mixer with a gated delta rule whose forward pass over whole sequences can be trained."""
+    """transformers' mixer with a gated delta rule (a recurrence over tokens), given a native
+    forward pass over whole sequences that adapters can be trained through.
+    """
 
     scan: Scan
 
     @property
     @abstractmethod
     def output(self) -> nn.Module:
-        """Output projection of the mixer."""
+        """The mixer's output projection, a module that adapters may have wrapped."""
 
     @abstractmethod
     def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
-        """Apply the input projections to all tokens; return the rows for the rule."""
+        """Apply the input projections to all tokens; return their results, which the recurrence
+        takes.
+        """
 
     @abstractmethod
     def make_rule(self) -> GatedDeltaRule:
-        """Build the gated delta rule from the module's weights."""
+        """Return the gated delta rule (the recurrence's weights and sizes) of the module's
+        weights.
+        """
 
     def forward(
         self,
@@ -54,7 +60,11 @@ class FrozenDelta(nn.Module):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Run over whole sequences; return [B, T, D], new. Masked tokens [B, T] count as zeros."""
+        """Run over whole sequences; return [B, T, D], new. Masked tokens [B, T] count as zeros.
+
+        A call that continues from a cache, or has several sequences in a row, runs transformers'
+        own forward pass.
+        """
         if args or any(kwargs.get(name) is not None for name in CONTINUED):
             return super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
         x_BTD = hidden_states
@@ -63,7 +73,9 @@ class FrozenDelta(nn.Module):
         return self.output(self._mix(x_BTD))
 
     def _mix(self, x_BTD: Tensor) -> Tensor:
-        """Run the part between the projections, in float32 even under autocast."""
+        """Run convolution, gates and recurrence, between the input and output projections; in
+        float32 even under autocast.
+        """
         num_rows, num_tokens = x_BTD.shape[:2]
         ends = range(0, num_rows * num_tokens + 1, num_tokens)
         rows = self.project(x_BTD.flatten(0, 1), ends, range(num_rows))
@@ -75,17 +87,21 @@ class FrozenDelta(nn.Module):
 
 
 class FrozenGatedDelta(FrozenDelta):
-    """A trainable mixer with a gated delta rule."""
+    """transformers' mixer with a gated delta rule, whose forward pass can be trained with
+    adapters.
+    """
 
     spec: GatedDeltaSpec
 
     @property
     def output(self) -> nn.Module:
-        """Output projection of the mixer."""
+        """The mixer's output projection, a module that adapters may have wrapped."""
         return getattr(self, self.spec.out_name)
 
     def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
-        """Apply the q, k, v, z, b and a projections to all tokens; return the rows for the rule."""
+        """Apply the q, k, v, z, b and a projections to all tokens; return the results, which the
+        recurrence takes.
+        """
         spec = self.spec
         qkvz, ba = (
             torch.cat([getattr(self, name)(x_TD) for name in names], -1)
@@ -99,7 +115,9 @@ class FrozenGatedDelta(FrozenDelta):
         return GatedDeltaRows(x_TC, z_TVv, a_TV, b_TV, ends, slots)
 
     def make_rule(self) -> GatedDeltaRule:
-        """Build the gated delta rule from the module's weights."""
+        """Return the gated delta rule (the recurrence's weights and sizes) of the module's
+        weights.
+        """
         parts: tuple[Any, ...] = (self.conv1d, self.A_log, self.dt_bias)
         conv, a_log, dt_bias = parts
         norm = getattr(self, self.spec.norm_name).weight
@@ -107,21 +125,27 @@ class FrozenGatedDelta(FrozenDelta):
 
 
 class FrozenKimiDelta(FrozenDelta):
-    """A trainable mixer with Kimi delta attention."""
+    """transformers' mixer with Kimi delta attention, whose forward pass can be trained with
+    adapters.
+    """
 
     spec: KimiDeltaSpec
 
     @property
     def output(self) -> nn.Module:
-        """Output projection of the mixer."""
+        """The mixer's output projection, a module that adapters may have wrapped."""
         return self.get_submodule("o_proj")
 
     def project(self, x_TD: Tensor, ends: Sequence[int], slots: Sequence[int]) -> GatedDeltaRows:
-        """Apply the input projections to all tokens; return the rows for the rule."""
+        """Apply the input projections to all tokens; return their results, which the recurrence
+        takes.
+        """
         return project_kimi_delta(self, x_TD, ends, slots)
 
     def make_rule(self) -> GatedDeltaRule:
-        """Build the Kimi delta rule from the module's weights."""
+        """Return the Kimi delta rule (the recurrence's weights and sizes) of the module's
+        weights.
+        """
         parts: tuple[Any, ...] = (self.conv1d, self.forget_gate, self.o_norm)
         conv, gate, norm = parts
         return make_kimi_delta_rule(self.spec, conv.weight, gate.A_log, gate.dt_bias, norm.weight)

@@ -113,7 +113,9 @@ class GatedDelta(Operator):
 def make_rule(
     spec: GatedDeltaSpec, conv_C1W: Tensor, a_log_V: Tensor, dt_bias_V: Tensor, norm_v: Tensor
 ) -> GatedDeltaRule:
-    """Build a layer's gated delta rule from the checkpoint's tensors."""
+    """Return a layer's gated delta rule (the recurrence's weights and sizes), made of the
+    checkpoint's tensors.
+    """
     return GatedDeltaRule(
         conv_C1W[:, 0].T,
         a_log_V.float().exp(),

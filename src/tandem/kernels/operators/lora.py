@@ -38,7 +38,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class AdaptedRows:
-    """A linear module of the checkpoint that is a range of a matrix's outputs."""
+    """A linear module of the checkpoint whose outputs are a range of the outputs of an operator's
+    matrix.
+    """
 
     matrix: AdaptableMatrix
     in_features: int
@@ -48,7 +50,7 @@ class AdaptedRows:
     """Checkpoint's output for each output of this part, int64 [N]; None: unchanged."""
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """Set an adapter's factors for these outputs, in the order of the matrix."""
+        """Set an adapter's LoRA factors in a slot, with outputs in the order of the matrix."""
         ordered = b_NR if self.order is None else b_NR[self.order]
         self.matrix.add_parts(slot, [LoraPart(a_RK, ordered, scale, self.first_output)])
 
@@ -76,7 +78,9 @@ class AdaptedLatents:
         return self.num_heads * (self.key_size + self.value_size)
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """Set an adapter's factors for each head's key and value matrices."""
+        """Set an adapter's LoRA factors in a slot, divided among each head's key and value
+        matrices.
+        """
         heads = b_NR.view(self.num_heads, -1, len(a_RK))
         keys, values = heads[:, : self.key_size], heads[:, self.key_size :]
         up = a_RK.t()
@@ -91,7 +95,7 @@ class AdaptedLatents:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """The rows of a step that belong to one adapter."""
+    """The rows of a step (one for each token) that belong to one adapter."""
 
     slot: int
     rows: Tensor
@@ -145,7 +149,9 @@ class StepAdapters:
         self._layout = 0
 
     def begin(self, num_rows: int, rows_by_slot: Mapping[int, list[int]]) -> None:
-        """Begin a step of ``num_rows`` rows."""
+        """Begin a step of ``num_rows`` rows, given the rows of each adapter by the adapter's slot;
+        ``end`` ends it.
+        """
         if num_rows != self.num_rows:
             self._sums.clear()
         self.num_rows = num_rows
@@ -160,7 +166,8 @@ class StepAdapters:
             )
 
     def fix(self, size: int) -> int:
-        """Compute the begun step's products at fixed addresses; return the number of their layout.
+        """Compute the begun step's products at fixed addresses; return the number of their layout,
+        which changes whenever memory moves.
 
         The factors of the step's adapters are copied to their places first, unless they are there.
         Steps of one size and one layout use the same memory, whatever their adapters; a layout that
@@ -197,11 +204,13 @@ class StepAdapters:
             matrix.remove_parts(slot)
 
     def end(self) -> None:
-        """End the step: no row belongs to an adapter any more."""
+        """End the step that ``begin`` began: no row belongs to an adapter any more."""
         self.groups, self.native, self.places = (), None, None
 
     def sum_buffer(self, *shape: int) -> Buffer:
-        """Return the step's float32 buffer [T, *shape], with its previous contents."""
+        """Return a float32 buffer [T, *shape] that the step's matrices share, with its previous
+        contents.
+        """
         found = self._sums.get(shape)
         if found is None:
             found = Buffer.allocate(self.num_rows, *shape, dtype=torch.float32)
@@ -229,7 +238,9 @@ class _Adapted:
         """
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
-        """Add factors of an adapter that no running step uses yet."""
+        """Add LoRA factors of the adapter in a slot. The caller ensures that no running step uses
+        the slot.
+        """
         if self._bank is None:
             self._parts[slot] = [*self._parts.get(slot, ()), *parts]
             return
@@ -325,7 +336,7 @@ class AdaptedMatrix(_Adapted):
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """Dtype of the base matrix's results."""
+        """Dtype that the base matrix asks ``run`` to write; None: that of the input."""
         return self.base.out_dtype
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:

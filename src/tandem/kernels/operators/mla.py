@@ -257,7 +257,9 @@ class Index:
         owner.index_norm, owner.index_bias = self.norm, self.bias
 
     def list_query_rows(self) -> Tensor:
-        """Return the checkpoint's row for each row of the index's query projection."""
+        """Return the checkpoint's row for each row of the index's query projection, which differ in
+        the order of rotated items.
+        """
         firsts = torch.arange(self.spec.num_heads) * self.spec.dim
         return (firsts[:, None] + self._rows).flatten()
 

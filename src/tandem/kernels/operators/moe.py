@@ -136,7 +136,9 @@ class MoeBlock(Operator):
 
     @property
     def operators(self) -> tuple[Router, RoutedExperts]:
-        """Router and routed experts of a block whose parts are all operators."""
+        """The router and the routed experts. The caller ensures that all parts of the block are
+        operators.
+        """
         assert self._operators is not None, f"parts of transformers: {self._parts}"
         return self._operators
 

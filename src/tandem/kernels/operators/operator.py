@@ -32,7 +32,9 @@ def running(step: Step) -> Iterator[None]:
 
 
 def current_step() -> Step:
-    """Return the step set by ``running``. Raises: LookupError (called outside of ``running``)."""
+    """Return the running step, which ``running`` has set in this context. Raises: LookupError
+    (called outside of ``running``).
+    """
     return _STEP.get()
 
 

@@ -110,7 +110,7 @@ class Rope(Operator):
 
     @property
     def ropes(self) -> "tuple[Rope, ...]":
-        """A tuple of this RoPE alone, for a model whose layers share one."""
+        """A tuple of this RoPE alone, as all layers of the model share it."""
         return (self,)
 
     def load(self, reader: WeightReader, name: str) -> None:
@@ -168,7 +168,7 @@ class LayeredRope(Operator):
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """The RoPEs, in the order of the layer types given."""
+        """The RoPEs, in the order of the layer types that were given at construction."""
         return tuple(self._ropes.values())
 
     def load(self, reader: WeightReader, name: str) -> None:

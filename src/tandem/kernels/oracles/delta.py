@@ -26,7 +26,9 @@ LENGTH_EPS = 1e-6
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """The weights of a layer with a gated delta rule, in float64."""
+    """The weights of a layer with a gated delta rule in float64, as its exact reference takes
+    them.
+    """
 
     conv_WC: Array  # noqa: N815 - a shape suffix
     decay_rate_V: Array  # noqa: N815

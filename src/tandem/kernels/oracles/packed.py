@@ -66,7 +66,9 @@ def decode(weights: NDArray[np.floating], weight_format: WeightFormat) -> Array:
 
 
 def round_values(values: NDArray[np.floating], weight_format: WeightFormat) -> Array:
-    """Round operands that are multiplied unquantized: to float32 in f32, else to bf16."""
+    """Round operands as kernels do that multiply weights without quantizing activations: to float32
+    in f32, else to bf16.
+    """
     is_wide = weight_format.bits == 32
     rounded = values.astype(np.float32) if is_wide else round_to_bf16(values)
     return rounded.astype(np.float64)
@@ -189,7 +191,9 @@ class Layer:
 
 
 def run_expert(layer: Layer, expert: int, rows_TD: Array) -> tuple[Array, Array]:
-    """Return one expert's output for quantized rows, and its error bound."""
+    """Return the output of one expert for rows that are already quantized, and the bound on its
+    error.
+    """
     gate, up, down = layer.gate[expert], layer.up[expert], layer.down[expert]
     activation = layer.activation
     g, u = rows_TD @ gate.T, rows_TD @ up.T

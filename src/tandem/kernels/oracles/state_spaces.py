@@ -50,7 +50,7 @@ def _convolve(x_TC: Array, conv_WC: Array, bias_C: Array | None) -> Array:
 
 @dataclass(frozen=True)
 class Mamba2Weights:
-    """The weights of a Mamba2 layer, in float64."""
+    """The weights of a Mamba2 layer in float64, as its exact reference takes them."""
 
     conv_WC: Array  # noqa: N815 - a shape suffix
     decay_rate_H: Array  # noqa: N815

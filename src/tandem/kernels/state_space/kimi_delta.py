@@ -170,7 +170,9 @@ class KimiDelta(StateSpace):
 def make_kimi_delta_rule(
     spec: KimiDeltaSpec, conv_C1W: Tensor, a_log_H: Tensor, dt_bias_Hd: Tensor, norm_d: Tensor
 ) -> GatedDeltaRule:
-    """Build a layer's Kimi delta rule from the checkpoint's tensors."""
+    """Return a layer's Kimi delta rule (the recurrence's weights and sizes), made of the
+    checkpoint's tensors.
+    """
     return GatedDeltaRule(
         conv_C1W[:, 0].T,
         a_log_H.float().flatten().exp(),

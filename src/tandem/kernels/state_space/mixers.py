@@ -30,7 +30,7 @@ __all__ = ["Mamba2", "NativeRows", "ShortConv", "StateSpace", "make_mamba2_rule"
 
 
 class NativeRows(NamedTuple):
-    """The parts of a native step that a mixer needs."""
+    """The parts of a step of native kernels that a mixer needs: sequences, threads and buffers."""
 
     rows: StateRows
     pool: ThreadPool | None
@@ -42,22 +42,26 @@ class NativeRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdaptedStack:
-    """A projection of the checkpoint whose rows are spread over several matrices."""
+    """A projection of the checkpoint whose outputs are spread over several matrices of an
+    operator.
+    """
 
     parts: tuple[AdaptedRows, ...]
 
     @property
     def in_features(self) -> int:
-        """Number of the projection's inputs."""
+        """Number of inputs of the checkpoint's projection."""
         return self.parts[0].in_features
 
     @property
     def out_features(self) -> int:
-        """Number of the projection's outputs, over all matrices."""
+        """Number of outputs of the checkpoint's projection, over all matrices that it is spread
+        over.
+        """
         return sum(part.out_features for part in self.parts)
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
-        """Set an adapter's factors, split over the matrices."""
+        """Set an adapter's LoRA factors in a slot, divided among the matrices."""
         sizes = [part.out_features for part in self.parts]
         for part, own in zip(self.parts, b_NR.split(sizes), strict=True):
             part.set_delta(slot, a_RK, own.contiguous(), scale)
@@ -302,7 +306,9 @@ def make_mamba2_rule(
     norm_HP: Tensor,
     conv_bias_C: Tensor | None,
 ) -> Mamba2Rule:
-    """Build a layer's Mamba2 rule from the checkpoint's tensors."""
+    """Return a layer's Mamba2 rule (the recurrence's weights and sizes), made of the checkpoint's
+    tensors.
+    """
     return Mamba2Rule(
         conv_C1W[:, 0].T,
         a_log_H.float().exp(),

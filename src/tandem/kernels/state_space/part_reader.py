@@ -31,16 +31,18 @@ class PartReader:
         self.execution = reader.execution
 
     def has(self, name: str) -> bool:
-        """Return True if the checkpoint has the weight."""
+        """Return True if the checkpoint has the whole weight, of which rows are read."""
         return self._reader.has(name)
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Read rows [begin, end) of a weight."""
+        """Read rows [begin, end) of a weight, its own part, into ``out``."""
         assert shard is None, "a part of a part"
         self._reader.read_into(name, out, self._shard)
 
     def find_storage(self, name: str) -> str:
-        """Return how the checkpoint stores the weight."""
+        """Return a description of how the checkpoint codes the whole weight; empty for plain
+        values.
+        """
         return self._reader.find_storage(name)
 
     def find_format(self, name: str) -> WeightFormat | None:
@@ -55,5 +57,5 @@ class PartReader:
         return self._reader.read_packed(name, expert_id, self._shard)
 
     def skip(self, prefix: str) -> None:
-        """Note that weights with this prefix are not read."""
+        """Mark the weights whose names start with a prefix as used, though they are not read."""
         self._reader.skip(prefix)

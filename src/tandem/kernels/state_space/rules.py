@@ -21,7 +21,9 @@ __all__ = ["Mamba2Rule", "ShortConvRule", "StateRows"]
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The sequences to which a step's rows belong."""
+    """The sequences of a step in a layer with a state: which rows each has, and its state's
+    slot.
+    """
 
     query_start: Sequence[int]
     """First row of each sequence, followed by T."""
@@ -123,12 +125,14 @@ class Mamba2Rule:
 
     @property
     def num_channels(self) -> int:
-        """Channels of the convolution, C."""
+        """Number of channels of the short convolution before the recurrence, C."""
         return self.num_values + 2 * self.num_groups * self.state_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int, int]:
-        """Shape of a sequence's state: [H, panels, N, columns of a panel]."""
+        """Shape of a sequence's state: [H, panels, N, columns of a panel]; a panel is a block of
+        columns that the kernels keep together.
+        """
         panels = -(-self.head_dim // STATE_PANEL)
         return (self.num_heads, panels, self.state_dim, STATE_PANEL)
 

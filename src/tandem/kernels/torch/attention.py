@@ -41,7 +41,7 @@ CAUSAL_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decoding sequences (one query each) that are attended as one batch."""
+    """Sequences that decode (one query each), attended as one batch over gathered KV."""
 
     rows: Tensor | None
     """Rows of these sequences in the batch; None if they are all rows in order."""
@@ -83,7 +83,9 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A sequence with several queries, or with a context too long to gather at once."""
+    """A sequence that is attended alone: with several queries, or with a context too long to gather
+    at once.
+    """
 
     first_row: int
     num_rows: int
@@ -94,7 +96,9 @@ class Prefill:
 def plan_attention(
     batch: PagedBatch, cache: PagedKvCache
 ) -> tuple[list[DecodeGroup], list[Prefill]]:
-    """Divide a step's sequences into groups of decodes and single prefills."""
+    """Divide a step's sequences into groups of decodes (one query each), and prefills, which are
+    attended one by one.
+    """
     size = batch.block_size
     max_blocks = max(1, MAX_GATHER_BYTES // cache.layout.bytes_per_layer)
     groups: dict[int, list[int]] = {}
@@ -158,7 +162,9 @@ def attend_decodes(
     scale: float,
     rule: AttentionRule,
 ) -> Tensor:
-    """Attend the decoding sequences of a group; return [S, H * d], new."""
+    """Run attention of the sequences of a group, one query each, in a layer; return [S, H * d],
+    new.
+    """
     layout = cache.layout
     sequences, num_heads, head_dim = q_SHd.shape
     batch = sequences * layout.num_kv_heads

@@ -40,7 +40,7 @@ class TorchExecution:
         states: StateCache | None = None,
         routing: StepRouting | None = None,
     ) -> Step:
-        """Return a torch step, with its attention planned."""
+        """Return a step that runs in torch, with its attention planned."""
         return TorchStep(batch, cache, ropes, dtype, on_layer, states, routing)
 
     def norm(self, x_TD: Tensor, weight_D: Buffer, eps: float, offset: float = 0.0) -> Tensor:
@@ -52,7 +52,7 @@ class TorchExecution:
         return torch.rms_norm(x_TD, weight.shape, weight, eps)
 
     def gated_delta(self, rule: GatedDeltaRule, rows: GatedDeltaRows, slots: StateSlots) -> Tensor:
-        """Run the gated delta rule over the rows in torch."""
+        """Run the gated delta rule over a step's rows in torch; update their state slots."""
         return run_gated_delta(rule, rows, slots)
 
     def soft_cap_(self, x_TV: Tensor, cap: float) -> None:

@@ -21,7 +21,8 @@ NO_PLACE = 0
 
 
 class FixedFactors:
-    """Factors of a matrix's adapters by place, at addresses that only ``put`` moves.
+    """LoRA factors of a matrix's adapters by place (an adapter's index here), at addresses that
+    only ``put`` moves, as captured graphs need.
 
     Args:
         num_heads: H.
@@ -62,7 +63,8 @@ class FixedFactors:
 
         No value is read and no shape depends on one, so the call can be captured.
         """
-        # A place that this matrix has no memory for belongs to an adapter that does not change it.
+        # An adapter's place beyond this matrix's memory means that the adapter does not change this
+        # matrix; its rows take place 0, whose factors are zeros.
         places_T = places_T * (places_T < len(self._a_PHRK))
         a_THRK, b_THRN, scale_THR = (
             memory.index_select(0, places_T).float()
@@ -72,7 +74,9 @@ class FixedFactors:
         sums_THN += torch.matmul(low_THR[:, :, None], b_THRN)[:, :, 0]
 
     def _reserve(self, num_places: int, rank: int, like: Tensor) -> bool:
-        """Make room for places and a rank, in powers of two; return True if the memory moved."""
+        """Make room for places of adapters and a rank, in powers of two; return True if the memory
+        moved, which captured graphs do not survive.
+        """
         held_places = len(self._a_PHRK)
         held_rank = self._a_PHRK.shape[2] if held_places else 0
         if num_places <= held_places and rank <= held_rank:
@@ -93,5 +97,5 @@ class FixedFactors:
 
 
 def _round_up(number: int) -> int:
-    """Return the next power of two, so that memory moves rarely."""
+    """Return the next power of two, the size to which memory grows, so that it moves rarely."""
     return 1 << (number - 1).bit_length()

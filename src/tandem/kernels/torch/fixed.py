@@ -141,13 +141,15 @@ class FixedDecode:
 
 
 def _put(target: Tensor, source: Tensor) -> None:
-    """Copy ``source`` into the first rows of ``target``; the rest repeats the first row."""
+    """Copy ``source`` into the first rows of ``target``, and its first row into the others, which
+    pad the step.
+    """
     target[: len(source)] = source
     target[len(source) :] = source[:1]
 
 
 class _FixedGroup(Group):
-    """The blocks of one group of layers in a fixed decode step."""
+    """The blocks of one group of layers in a decode step at fixed memory addresses, for a graph."""
 
     def __init__(self, cache: PagedKvCache, size: int, width: int, device: torch.device) -> None:
         self.slot_blocks = torch.zeros(size, dtype=torch.int64, device=device)
@@ -163,7 +165,9 @@ class _FixedGroup(Group):
         )
 
     def fill_(self, batch: PagedBatch) -> None:
-        """Copy the slots and block tables of a batch's tokens."""
+        """Copy the slots and block tables of a batch's tokens into the fixed memory, outside of the
+        graph.
+        """
         _put(self.slot_blocks, batch.slot_blocks)
         _put(self.slot_offsets, batch.slot_offsets)
         width = min(batch.block_table.shape[1], self.table.shape[1])
@@ -172,7 +176,9 @@ class _FixedGroup(Group):
         _put(self.table[:, width:], known[:, :1].expand(-1, self.table.shape[1] - width))
 
     def begin_(self, positions: Tensor) -> None:
-        """Plan the attention on the device, by operators that a graph can hold."""
+        """Plan the attention of the step on the device, by operators that a captured graph can
+        hold.
+        """
         cache = self.cache
         if not cache.layout.num_layers:
             return
@@ -204,7 +210,9 @@ class FixedStep(TorchStep):
         self._state_rows = ((), [], memory.state_slots)
 
     def begin_(self) -> None:
-        """Compute angles and attention plan on the device from the fixed memory."""
+        """Compute angles and the plan of attention on the device, from the fixed memory; the graph
+        holds this, too.
+        """
         self._written, self._beside = {}, None
         self.layer_inputs = self._memory.layer_inputs
         if self._memory.routing is not None:

@@ -105,7 +105,9 @@ def attend_chosen(
 
 
 def _list_sequences(batch: PagedBatch) -> Iterator[tuple[int, int, Tensor, int]]:
-    """Yield each sequence's first row, end row, blocks and context length."""
+    """Yield of each sequence in a batch its first row, its end row, its blocks and its context
+    length.
+    """
     for s, context in enumerate(batch.context_lens):
         num_blocks = -(-context // batch.block_size)
         table = batch.block_table[s, :num_blocks]

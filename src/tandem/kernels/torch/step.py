@@ -42,7 +42,9 @@ __all__ = ["Group", "TorchStep", "compute_angles"]
 
 
 def compute_angles(rope: Angles, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines, and sines with their first half negated, each [T, 1, r]."""
+    """Return a RoPE's cosines, and its sines with their first half negated, each [T, 1, r], for
+    ``apply_rope_``.
+    """
     cos, sin = rope.compute(positions, dtype)
     half = sin.shape[-1] // 2
     signed = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
@@ -217,7 +219,9 @@ class TorchStep:
     def _choose_beside(
         self, layer: DecoderLayer, beside: BesideExperts, x_TD: Tensor, h_TD: Tensor
     ) -> ExpertChoice:
-        """Choose the experts parallel to a layer's MLP, whose input is ``h_TD``."""
+        """Run the router of a layer whose experts run beside (in parallel with) its MLP, whose
+        input is ``h_TD``; return its choice.
+        """
         _, weights, ids = beside.router.route(x_TD)
         if self._routing is not None:
             self._routing.find_choices().tensor.copy_(ids)
@@ -258,7 +262,9 @@ class TorchStep:
             shared.add_into_(choice.residual.tensor, x_TD, scale)
 
     def leave_sum_(self, out_TD: Buffer) -> None:
-        """Add the experts' sum to the residual stream at once."""
+        """Add the experts' sum to the residual stream at once, where a native step would leave it
+        to the next norm.
+        """
         if self._beside is not None:
             (layer, beside, x_TD, _, branch_TD), self._beside = self._beside, None
             out_norm = layer.parts.mlp_out_norm
@@ -270,7 +276,9 @@ class TorchStep:
         self._residual += out_TD.tensor
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Do nothing: no sum is pending in a torch step."""
+        """Do nothing: a torch step adds every sum to the residual stream at once, so none is
+        left.
+        """
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
         """Return the output of attention, or of a recurrence, for the normed hidden states."""
@@ -384,7 +392,9 @@ class TorchStep:
 
 
 class _Beside(NamedTuple):
-    """A layer whose experts, beside its MLP, are being computed."""
+    """A layer whose experts run beside (in parallel with) its MLP, while they are being
+    computed.
+    """
 
     layer: DecoderLayer
     beside: BesideExperts
@@ -420,14 +430,18 @@ class Group:
         self.decodes, self._prefills = decodes, prefills
 
     def write(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
-        """Write the tokens' KV in one of the group's layers."""
+        """Write the KV of the step's tokens in one of the group's layers, whose blocks hold the
+        same tokens.
+        """
         cache = self.cache
         if kv_T2Kd.dtype != cache.dtype:
             kv_T2Kd = kv_T2Kd.to(cache.dtype)
         self._put(cache.slots[layer_idx], kv_T2Kd)
 
     def write_index(self, layer_idx: int, keys_TI: Tensor) -> None:
-        """Write the tokens' index keys in one of the group's layers."""
+        """Write the step's index keys, by which sparse attention chooses tokens, in one of the
+        group's layers.
+        """
         self._put(self.cache.index_slots[layer_idx], keys_TI.to(self.cache.dtype))
 
     def _put(self, slots: Tensor, rows: Tensor) -> None:
@@ -440,7 +454,7 @@ class Group:
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
-        """Attend in one of the group's layers; return [T, H * d]."""
+        """Run attention in one of the group's layers over its blocks; return [T, H * d]."""
         cache = self.cache
         num_tokens, num_heads, _ = q_THd.shape
         value_dim = cache.layout.value_size

@@ -48,7 +48,9 @@ class BlockMatrix:
 
     @property
     def blocks(self) -> tuple[list[tuple[str, object]], object | None]:
-        """Parts and order in the form that the native core takes."""
+        """The parts, as pairs of (kind of block, bytes), and the order of outputs, as the native
+        core takes them.
+        """
         return list(self.parts), self.order
 
 

@@ -125,7 +125,7 @@ class WeightFormat:
 
     @property
     def holds_values(self) -> bool:
-        """True if weights are stored unquantized."""
+        """True if the format stores the weights themselves (float32 or bf16), not codes."""
         return self.bits >= 16
 
     @property
@@ -263,7 +263,9 @@ def pair_formats(gate_up: WeightFormat, down: WeightFormat) -> WeightFormat:
 
 
 def split_pair(weight_format: WeightFormat) -> tuple[WeightFormat, WeightFormat]:
-    """Return the format of gate and up, and the format of down."""
+    """Return the format of gate and up, and that of down, of a format of experts; a single format
+    is both.
+    """
     if weight_format.down is None:
         return weight_format, weight_format
     first, _, _ = weight_format.name.partition("+")
@@ -459,7 +461,9 @@ def _quantize_float(w_NK: NDArray[np.float32], weight_format: WeightFormat) -> Q
 def _spread(
     scales: NDArray[np.float32], rows: int, size: int, shape: tuple[int, ...]
 ) -> NDArray[np.float32]:
-    """Return the scale of each weight, [N, K]."""
+    """Return the scale of each weight, [N, K], from the scales of blocks of ``rows`` x ``size``
+    weights.
+    """
     return scales.repeat(rows, 0).repeat(size, 1)[: shape[0], : shape[1]]
 
 

@@ -51,7 +51,7 @@ def _pad(out_features: int) -> int:
 
 
 class TensorHeads:
-    """The matrices of all heads as one tensor [H, N, K]."""
+    """One matrix for each attention head, all as one tensor [H, N, K], multiplied by torch."""
 
     def __init__(self, weight_HNK: nn.Parameter) -> None:
         self._weight_t = weight_HNK.transpose(1, 2)
@@ -67,7 +67,9 @@ class TensorHeads:
 
 
 class PackedHeads:
-    """The matrices of all heads packed as one, each padded to whole panels of outputs."""
+    """One matrix for each attention head, packed as one matrix; each head is padded to whole panels
+    (the kernels' blocks of outputs).
+    """
 
     def __init__(self, weight_format: WeightFormat, weight_HNK: Tensor, pool: ThreadPool) -> None:
         self.out_shape = (weight_HNK.shape[0], weight_HNK.shape[1])

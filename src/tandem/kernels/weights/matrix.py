@@ -28,7 +28,9 @@ __all__ = ["TENSORS", "MatrixSettings", "TensorMatrix", "make_matrix", "read_mat
 
 @dataclass(frozen=True, slots=True)
 class MatrixSettings:
-    """Settings that determine how an operator's matrices are stored and run."""
+    """The storage of an operator's matrices (format, threads) and which implementation runs
+    them.
+    """
 
     weight_format: WeightFormat | None = None
     """Weight format to pack in; None: tensors of the model's dtype."""
@@ -56,7 +58,7 @@ class TensorMatrix:
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """None: results have the dtype of the model."""
+        """None: ``run`` writes results in the dtype of its input, the model's."""
         return None
 
     def forward(self, x_TK: Tensor, *, dtype: torch.dtype) -> Tensor:

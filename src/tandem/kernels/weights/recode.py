@@ -43,12 +43,15 @@ superblocks and minima of zero points are products, which the plain format round
 
 
 def make_plain(weight_format: WeightFormat) -> WeightFormat:
-    """Return the plain format of a format; a format that is already plain returns itself."""
+    """Return the format, without superblocks, code tables or zero points, to which weights of this
+    format are converted where they are joined with others (see ``PLAIN_FORMATS``); a format that
+    has none of these itself.
+    """
     return WEIGHT_FORMATS[PLAIN_FORMATS.get(weight_format.name, weight_format.name)]
 
 
 def can_represent(wide: WeightFormat, narrow: WeightFormat) -> bool:
-    """Return True if codes of ``narrow`` can be converted to ``wide``."""
+    """Return True if ``recode`` can convert a matrix in the format ``narrow`` to ``wide``."""
     if wide == narrow:
         return True
     if wide.is_stored_only or narrow.has_factor:
@@ -68,8 +71,8 @@ def can_represent(wide: WeightFormat, narrow: WeightFormat) -> bool:
 def group_formats(
     formats: Sequence[WeightFormat | None],
 ) -> list[tuple[WeightFormat, list[int]]] | None:
-    """Return runs of parts with equal formats, with the parts' indices; None if a part has no
-    format.
+    """Group consecutive parts of a matrix that have the same format; return each group's format and
+    the indices of its parts, or None if a part has no format.
     """
     groups: list[tuple[WeightFormat, list[int]]] = []
     for i, held in enumerate(formats):

@@ -25,7 +25,9 @@ UNUSED_TENSORS = {
 
 
 def make_codec(quantization: Quantization) -> Codec:
-    """Return the codec for the quantized weights of a checkpoint."""
+    """Return the codec that decodes the checkpoint's quantized weights, by its quantization
+    method.
+    """
     if quantization.method == "mxfp4":
         return Mxfp4Codec()
     kinds: dict[

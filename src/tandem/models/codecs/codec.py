@@ -32,7 +32,9 @@ WORDS = {"I32": torch.int32}
 
 
 class Codec(Protocol):
-    """A stored format. Weights are named as in transformers' model, usually ``....weight``."""
+    """A format in which checkpoints store weights, with the code that reads it. Weights are named
+    as in transformers' model, usually ``....weight``.
+    """
 
     is_exact: bool
     """True if bfloat16 and float32 represent every value exactly."""
@@ -46,7 +48,7 @@ class Codec(Protocol):
         ...
 
     def tell(self, name: str) -> str:
-        """Return a description of how a weight in this format is coded."""
+        """Return a text for users that says how a weight in this format is coded."""
         ...
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:

@@ -45,7 +45,7 @@ class CompressedTensorsCodec:
         self._quantization = quantization
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Return True if the weight is stored in words, in I8 or in e4m3."""
+        """Return True if the weight is stored as codes: in packed words, in I8 or in e4m3."""
         if f"{split_name(name)}.weight_packed" in stored.entries:
             return True
         entry = stored.entries.get(name)
@@ -66,11 +66,11 @@ class CompressedTensorsCodec:
         return found
 
     def tell(self, name: str) -> str:
-        """Return a description of a weight's scheme."""
+        """Return a text for users that says how a weight is coded, such as bits and group size."""
         return str(find_scheme(self._quantization, name))
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K] into ``out``."""
+        """Decode a whole weight into ``out`` [N, K], which has the dtype that is wanted."""
         scheme = find_scheme(self._quantization, name)
         if _is_fp4(scheme):
             self._read_fp4(stored, name, tuple(out.shape), scheme).read_into(out)
@@ -94,7 +94,9 @@ class CompressedTensorsCodec:
     def read_packed(
         self, stored: StoredTensors, name: str, expert_id: int | None
     ) -> QuantizedMatrix:
-        """Return the codes of a weight."""
+        """Return the codes of a weight with their scales, unchanged, in the format of
+        ``find_format``.
+        """
         del expert_id
         scheme = find_scheme(self._quantization, name)
         weight_format = require_format(self.find_format(stored, name), name)

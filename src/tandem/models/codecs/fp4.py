@@ -138,11 +138,11 @@ class ModeloptCodec:
         return found | self._fp8.list_weights(stored)
 
     def tell(self, name: str) -> str:
-        """Return a description of a weight's scheme."""
+        """Return a text for users that says how a weight is coded, such as bits and group size."""
         return str(find_scheme(self._quantization, name))
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K] into ``out``."""
+        """Decode a whole weight into ``out`` [N, K], which has the dtype that is wanted."""
         if self._has_pairs(stored, name):
             self._read(stored, name, tuple(out.shape)).read_into(out)
         else:
@@ -158,7 +158,9 @@ class ModeloptCodec:
     def read_packed(
         self, stored: StoredTensors, name: str, expert_id: int | None
     ) -> QuantizedMatrix:
-        """Return the codes of a weight."""
+        """Return the codes of a weight with their scales, unchanged, in the format of
+        ``find_format``.
+        """
         if not self._has_pairs(stored, name):
             return self._fp8.read_packed(stored, name, expert_id)
         require_format(self.find_format(stored, name), name)

@@ -34,7 +34,7 @@ class Fp8Codec:
         self._quantization = quantization
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Return True if the weight is stored in e4m3."""
+        """Return True if the weight is stored as e4m3 codes, this codec's format."""
         entry = stored.entries.get(name)
         return entry is not None and entry.dtype in E4M3 and name.endswith(".weight")
 
@@ -43,11 +43,11 @@ class Fp8Codec:
         return {n: entry.shape for n, entry in stored.entries.items() if self.holds(stored, n)}
 
     def tell(self, name: str) -> str:
-        """Return a description of a weight's scheme."""
+        """Return a text for users that says how a weight is coded, such as bits and group size."""
         return str(find_scheme(self._quantization, name))
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K] into ``out``."""
+        """Decode a whole weight into ``out`` [N, K], which has the dtype that is wanted."""
         self._read(stored, name, tuple(out.shape)).read_into(out)
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
@@ -58,7 +58,9 @@ class Fp8Codec:
     def read_packed(
         self, stored: StoredTensors, name: str, expert_id: int | None
     ) -> QuantizedMatrix:
-        """Return the codes of a weight."""
+        """Return the codes of a weight with their scales, unchanged, in the format of
+        ``find_format``.
+        """
         del expert_id
         require_format(self.find_format(stored, name), name)
         return self._read(stored, name, None).pack(name)

@@ -50,7 +50,9 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A GGUF block type: how it codes weights."""
+    """A GGUF block type, such as Q4_K: how it codes a fixed number of weights in a block of
+    bytes.
+    """
 
     name: str
     weight_format: str
@@ -233,7 +235,7 @@ def find_block_type(name: str) -> BlockType:
 
 
 def dequantize(name: str, raw: Bytes) -> Floats:
-    """Return the weights of blocks [B, bytes], float32 [B, W]."""
+    """Return the weights of blocks [B, bytes] of a type, float32 [B, weights of a block]."""
     kind = find_block_type(name)
     with np.errstate(over="ignore", invalid="ignore"):
         if kind.split is None:
@@ -256,7 +258,8 @@ def _half_powers(exponents: Bytes) -> Floats:
 
 
 def unpack(name: str, raw: Bytes) -> QuantizedMatrix:
-    """Return the codes [N, K] of rows [N, blocks, bytes] in the type's plain format.
+    """Return the codes [N, K] of rows [N, blocks, bytes] in the block type's plain format, which
+    has an fp16 scale for each group.
 
     A scale or minimum beyond fp16 becomes infinite, which packing refuses.
     """

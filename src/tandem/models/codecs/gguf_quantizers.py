@@ -73,7 +73,7 @@ def _halves(*numbers: Floats) -> Bytes:
 
 
 def _invert(numbers: Floats) -> Floats:
-    """Return 1 / x, and 0 for 0."""
+    """Return 1 / x of each number, and 0 for 0."""
     return np.divide(1, numbers, out=np.zeros_like(numbers), where=numbers != 0)
 
 
@@ -103,7 +103,9 @@ def _code_symmetric(blocks: Floats, levels: int) -> tuple[NDArray[np.uint8], Flo
 
 
 def _code_between(blocks: Floats, levels: int) -> tuple[NDArray[np.uint8], Floats, Floats]:
-    """Return codes, scales and minima of Q4_1 and Q5_1."""
+    """Return the codes, scales and minima of blocks in Q4_1 or Q5_1, whose codes are spread between
+    the smallest and the largest weight.
+    """
     low = blocks.min(1)
     scales = (blocks.max(1) - low) / np.float32(levels - 1)
     codes = (blocks - low[:, None]) * _invert(scales)[:, None] + np.float32(0.5)
@@ -220,7 +222,9 @@ class _Search:
         self.is_absolute = is_absolute
 
     def run(self, groups: Floats, weights: Floats) -> tuple[Floats, Floats]:
-        """Return scales, and negated minima, of groups [weights, groups]."""
+        """Return the best scales found, and negated minima, of groups [weights, groups], errors
+        weighed by ``weights``.
+        """
         low, high = np.minimum(groups.min(0), 0), groups.max(0)
         is_flat = high == low
         scales, minima = (high - low) / np.float32(self.top), low
@@ -274,7 +278,7 @@ def _code_groups(
 
 
 def _arrange(blocks: Floats, size: int) -> Floats:
-    """Return groups of blocks [B, 256] as [size, B, groups]."""
+    """Return the groups of blocks [B, 256] of weights as [size, B, groups], a group in a column."""
     return np.ascontiguousarray(np.moveaxis(blocks.reshape(len(blocks), -1, size), -1, 0))
 
 

@@ -29,12 +29,14 @@ HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
 
 
 class Mxfp4Codec:
-    """Codec of mxfp4 experts."""
+    """Codec of routed experts that are stored in mxfp4 blocks, as in gpt-oss."""
 
     is_exact: bool = True
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Return True if the checkpoint has blocks of ``name``."""
+        """Return True if the checkpoint has ``name`` as mxfp4: as blocks of codes, under its own
+        suffix.
+        """
         return f"{name}{BLOCKS}" in stored.entries
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
@@ -47,7 +49,7 @@ class Mxfp4Codec:
         return {n: (e, groups * GROUP_SIZE, rows) for n, (e, rows, groups, _) in shapes.items()}
 
     def tell(self, name: str) -> str:
-        """Return a description of a weight's scheme."""
+        """Return a text for users that says how an expert's weight is coded."""
         del name
         return "mxfp4"
 
@@ -61,7 +63,9 @@ class Mxfp4Codec:
             out_KN.copy_(decode_mxfp4(codes, exponents).t())
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
-        """Return the weight format mxfp4."""
+        """Return the weight format ``mxfp4``, which holds the codes of all these experts
+        unchanged.
+        """
         del stored, name
         return find_format("mxfp4")
 

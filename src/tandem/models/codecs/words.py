@@ -41,7 +41,7 @@ class WordCodec(ABC):
         """Read a weight; its shape must be ``shape`` [N, K] if that is given."""
 
     def holds(self, stored: StoredTensors, name: str) -> bool:
-        """Return True if the checkpoint has a ``qweight`` of the weight."""
+        """Return True if the checkpoint has a ``qweight``, words of codes, of the weight."""
         return f"{split_name(name)}.qweight" in stored.entries
 
     def list_weights(self, stored: StoredTensors) -> dict[str, tuple[int, ...]]:
@@ -57,11 +57,11 @@ class WordCodec(ABC):
         return found
 
     def tell(self, name: str) -> str:
-        """Return a description of a weight's scheme."""
+        """Return a text for users that says how a weight is coded, such as bits and group size."""
         return str(find_scheme(self._quantization, name))
 
     def read_into(self, stored: StoredTensors, name: str, out: Tensor) -> None:
-        """Decode a weight [N, K] into ``out``."""
+        """Decode a whole weight into ``out`` [N, K], which has the dtype that is wanted."""
         self._read(stored, name, tuple(out.shape)).read_into(out)
 
     def find_format(self, stored: StoredTensors, name: str) -> WeightFormat | None:
@@ -73,7 +73,9 @@ class WordCodec(ABC):
     def read_packed(
         self, stored: StoredTensors, name: str, expert_id: int | None
     ) -> QuantizedMatrix:
-        """Return the codes of a weight."""
+        """Return the codes of a weight with their scales, unchanged, in the format of
+        ``find_format``.
+        """
         del expert_id
         weight_format = require_format(self.find_format(stored, name), name)
         return self._read(stored, name, None).pack(weight_format)

@@ -27,7 +27,7 @@ Tensors = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class Encoder(Protocol):
-    """Quantization of matrices [N, K] for a checkpoint file."""
+    """Quantization of matrices [N, K] for a checkpoint file in one format."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Check that a matrix can be quantized. Raises: UnsupportedError."""
@@ -40,7 +40,9 @@ class Encoder(Protocol):
         ...
 
     def encode(self, values: Tensor) -> dict[str, Tensor]:
-        """Quantize a matrix of float32 values; return its tensors."""
+        """Quantize a matrix of float32 values; return its tensors by the last part of their
+        names.
+        """
         ...
 
     def describe(self, plain: list[str]) -> dict[str, Any]:
@@ -78,7 +80,7 @@ class Fp8Encoder:
         self._format = weight_format
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Accept any matrix."""
+        """Accept any matrix: a block or row of any size can be quantized."""
         del name, shape
 
     def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
@@ -113,7 +115,7 @@ class Fp8RowEncoder:
         self._format = weight_format
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Accept any matrix."""
+        """Accept any matrix: a row of any length can be quantized."""
         del name, shape
 
     def list_tensors(self, shape: tuple[int, ...]) -> Tensors:

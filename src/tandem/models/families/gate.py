@@ -69,7 +69,7 @@ are not.
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose configuration was read and accepted."""
+    """A checkpoint whose configuration was read and accepted, not yet its weights."""
 
     folder: Path
     """Folder of the checkpoint, or its GGUF file."""
@@ -337,7 +337,7 @@ def take_layer(config: Any) -> Any:
 
 
 def _is_even(config: Any) -> bool:
-    """Return True if layers of the same type have the same fields."""
+    """Return True if layers of the same type have the same values of all configuration fields."""
     if not getattr(config, "is_heterogeneous", False):
         return True
     if not config.per_layer_attributes <= set(UNEVEN_BY_TYPE.get(config.model_type, ())):

@@ -67,29 +67,33 @@ class RenamedReader:
         self.execution = reader.execution
 
     def has(self, name: str) -> bool:
-        """Return True if the checkpoint has the tensor under its own name."""
+        """Return True if the checkpoint has the tensor under the checkpoint's own name for it."""
         return self._reader.has(self._rename(name))
 
     def read_into(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Read a tensor under its checkpoint name."""
+        """Read a tensor, asked for by the module's name, under the checkpoint's name for it."""
         self._reader.read_into(self._rename(name), out, shard)
 
     def find_storage(self, name: str) -> str:
-        """Return how the checkpoint stores the tensor."""
+        """Return a description of how the checkpoint codes the tensor; empty for plain values."""
         return self._reader.find_storage(self._rename(name))
 
     def find_format(self, name: str) -> WeightFormat | None:
-        """Return the weight format of the tensor's codes; None if there is none."""
+        """Return the weight format that can hold the tensor's stored codes unchanged; None if there
+        is none.
+        """
         return self._reader.find_format(self._rename(name))
 
     def read_packed(
         self, name: str, expert_id: int | None = None, shard: Shard | None = None
     ) -> CodedMatrix:
-        """Return the tensor's codes."""
+        """Return the codes of a tensor, read under the checkpoint's name for it."""
         return self._reader.read_packed(self._rename(name), expert_id, shard)
 
     def skip(self, prefix: str) -> None:
-        """Mark tensors under a renamed prefix as used."""
+        """Mark tensors as used whose checkpoint names start with the renamed prefix, so that they
+        do not count as left over after loading.
+        """
         self._reader.skip(self._rename(prefix))
 
 
@@ -171,7 +175,9 @@ class MappedReader(RenamedReader):
         self._modules = dict(parts)
 
     def skip(self, prefix: str) -> None:
-        """Mark the mapped tensors under a prefix as used."""
+        """Mark the mapped tensors under a prefix as used, so that they do not count as left over
+        after loading.
+        """
         for name, stored in self._stored.items():
             if name.startswith(prefix):
                 self._reader.skip(stored)

@@ -24,7 +24,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Special traits of a family; sizes are read from its modules."""
+    """A family of models (a ``model_type`` of transformers): what must be known of it beside its
+    modules' sizes.
+    """
 
     model_type: str
     config_type: str = ""
@@ -44,7 +46,9 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """Class of transformers that generates text; empty if there is none."""
+        """Name of the transformers class of the family that generates text; empty if there is
+        none.
+        """
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -58,7 +62,9 @@ class Family:
 
     @property
     def image_class(self) -> str:
-        """Class of transformers that also takes images; empty if there is none."""
+        """Name of the transformers class of the family that also takes images; empty if there is
+        none.
+        """
         from transformers.models.auto.modeling_auto import (
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         )

@@ -119,7 +119,9 @@ def _list_common(facts: Facts) -> Config:
 
 
 def _find_dtype(facts: Facts) -> str:
-    """Return the dtype of most weights; bfloat16 if most are quantized."""
+    """Return the dtype in which most weights of the file are stored; bfloat16 if most are
+    quantized.
+    """
     weights: Counter[str] = Counter()
     for tensor in facts.tensors.values():
         weights[tensor.kind] += prod(tensor.shape)

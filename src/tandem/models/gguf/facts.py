@@ -50,7 +50,9 @@ class Facts:
         self._max_size = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
 
     def find(self, key: str) -> Value | None:
-        """Return a value; None if the key is missing."""
+        """Return a metadata value by its key without the architecture's name; None if it is
+        missing.
+        """
         return self.metadata.get(f"{self.architecture}.{key}")
 
     def count(self, key: str, default: int | None = None) -> int:
@@ -110,7 +112,9 @@ class Facts:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, without those that predict further tokens."""
+        """Number of decoder layers, without those that predict further tokens, which are not
+        run.
+        """
         return self.count("block_count") - self.count("nextn_predict_layers", 0)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -130,7 +134,9 @@ class Facts:
         return float(np.format_float_positional(np.float32(value), unique=True))
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """Return a boolean value. Raises: ConfigError (it is no boolean)."""
+        """Return a boolean metadata value, or the default if it is missing. Raises: ConfigError (it
+        is no boolean).
+        """
         value = self.find(key)
         if value is None:
             return default
@@ -139,7 +145,7 @@ class Facts:
         return bool(value)
 
     def has(self, tensor: str) -> bool:
-        """Return True if the file has a tensor."""
+        """Return True if the file has a tensor of llama.cpp's name."""
         return tensor in self.tensors
 
     @property
@@ -161,5 +167,5 @@ class Facts:
 
 
 def show(value: object) -> str:
-    """Return a value as text for a message."""
+    """Return a metadata value as text for an error message."""
     return f"an array of {len(value)}" if isinstance(value, (list, np.ndarray)) else repr(value)

@@ -249,7 +249,7 @@ def _list_ropes(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _list_windows(config: Any) -> list[int]:
-    """Return the sliding window of each layer; 0: none."""
+    """Return the size of the sliding window of each layer in tokens; 0: the layer has none."""
     window = getattr(config, "sliding_window", None) or 0
     kinds = getattr(config, "layer_types", None) or []
     if kinds:

@@ -16,7 +16,7 @@ __all__ = ["MIXTURES", "Mixture", "ModelSizes", "choose_types"]
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A mixture of llama.cpp: a rule for the types of a file's tensors."""
+    """A mixture of llama.cpp, such as q4_k_m: a rule that gives each tensor of a file its type."""
 
     name: str
     kind: str
@@ -65,7 +65,7 @@ NOT_CODED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model on which the rules depend."""
+    """Sizes of a model on which a mixture's choice of tensor types depends."""
 
     architecture: str
     num_layers: int

@@ -50,7 +50,9 @@ class How(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The tensors and the operation that make a weight."""
+    """The making of a weight of the skeleton: from which of the file's tensors, by which
+    operation.
+    """
 
     tensors: tuple[str, ...]
     how: How = How.PLAIN
@@ -308,7 +310,9 @@ def _choose(architecture: str, name: str, tensor: str) -> Recipe:
 def _list_state(
     sizes: StateSizes, layer: str, tensors: Container[str]
 ) -> Iterator[tuple[str, Recipe]]:
-    """Yield the weights of a layer with a state, each with its recipe."""
+    """Yield the weights of a layer with a recurrent state, each with its recipe (the file's tensors
+    and the operation that makes the weight of them).
+    """
     qkv, z = f"{layer}attn_qkv.weight", f"{layer}attn_gate.weight"
     heads = sizes.order_heads(1) if sizes.has_order else None
     values = sizes.order_heads(sizes.value_dim) if sizes.has_order else None

@@ -13,7 +13,7 @@ __all__ = ["Origin", "list_origins", "list_tensors"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The weight from which a tensor of the file is made."""
+    """The weight of transformers' model from which a tensor of the GGUF file to write is made."""
 
     weight: str
     shape: tuple[int, ...]
@@ -24,8 +24,8 @@ class Origin:
 
 
 class _Names:
-    """The tensor names that a model's file may have, without tensors that combine several
-    others.
+    """The tensor names that a model's file may have, as a container for ``make_recipes``; names of
+    tensors that combine several others are not in it.
     """
 
     def __init__(self, num_layers: int) -> None:

@@ -23,7 +23,7 @@ Order = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StateSizes:
-    """Numbers and sizes of the heads in a model's layers with a state."""
+    """Numbers and sizes of the heads in layers with a recurrent state (a gated delta rule)."""
 
     num_k_heads: int
     num_v_heads: int
@@ -33,7 +33,7 @@ class StateSizes:
 
     @property
     def group(self) -> int:
-        """Value heads per key head."""
+        """Value heads per key head of a gated delta rule."""
         return self.num_v_heads // self.num_k_heads
 
     @property
@@ -42,18 +42,22 @@ class StateSizes:
         return self.is_tiled and self.group > 1
 
     def order_heads(self, size: int) -> Order:
-        """Return the file's row for each row of the value heads, with ``size`` rows per head."""
+        """Return the row in the file for each row of the weight in transformers' order of value
+        heads, with ``size`` rows per head.
+        """
         rows = np.arange(self.num_v_heads * size).reshape(self.group, self.num_k_heads, size)
         return rows.swapaxes(0, 1).ravel() if self.is_tiled else rows.ravel()
 
     def order_channels(self) -> Order:
-        """Return the file's row for each row of all queries, keys and values."""
+        """Return the row in the file for each row of the weight over all queries, keys and values,
+        in transformers' order.
+        """
         first = 2 * self.num_k_heads * self.key_dim
         return np.concatenate((np.arange(first), first + self.order_heads(self.value_dim)))
 
     def join_by_head(self) -> Order:
-        """Return the row of the file's queries, keys, values and z for each row grouped by key
-        head.
+        """Return the row in the file for each row of transformers' fused weight. The file has all
+        queries, then keys, values and gates z; transformers has those of one key head together.
         """
         parts: list[Order] = []
         begin = 0

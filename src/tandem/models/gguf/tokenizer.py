@@ -94,7 +94,7 @@ DIGITS = (r"\p{N}",)
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """The splitting of text before BPE."""
+    """A rule that splits text into pieces, within each of which BPE merges."""
 
     patterns: tuple[str, ...] = ()
     """Patterns that are applied in turn; empty: GPT-2's only."""
@@ -145,7 +145,7 @@ OF_FAMILY = {"<|user|>": ("glm4", "glm4moe")}
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """The tokenizer that a file describes."""
+    """The tokenizer that the metadata of a GGUF file describes."""
 
     backend: tokenizers.Tokenizer
     special_tokens: dict[str, str]

@@ -90,7 +90,9 @@ def _list_tokens(document: dict[str, Any], size: int) -> dict[str, Value]:
 
 
 def _list_forms(model: dict[str, Any], metadata: dict[str, Value]) -> Iterator[dict[str, Value]]:
-    """Yield candidate metadata for the splitting of text, with and without a prefix token."""
+    """Yield candidates of metadata for how text is split, of which the caller keeps the one that
+    reproduces the tokenizer.
+    """
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     if model.get("byte_fallback"):
         tokens = metadata[f"{PREFIX}tokens"]

@@ -66,7 +66,7 @@ __all__ = ["Resources", "build_operator"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Objects of a process that operators share."""
+    """Objects of which a process has one each, shared by all operators that are built."""
 
     pool: ThreadPool
     """Threads that run the kernels; borrowed for the life of the operators."""

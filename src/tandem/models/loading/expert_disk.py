@@ -44,7 +44,7 @@ then.
 
 
 class ReadRate(NamedTuple):
-    """Read speed of a disk with the settings that reach it."""
+    """Read speed of a disk, and the number of parallel reads and the size of each that reach it."""
 
     depth: int
     part_bytes: int
@@ -136,7 +136,9 @@ def open_tier(plan: ExpertTierPlan) -> TierShare:
 
 
 def follow_experts(model: nn.Module) -> None:
-    """Let each layer's experts on disk be predicted while the previous layer computes."""
+    """Let each layer's experts on disk be guessed and read ahead, while the layer before
+    computes.
+    """
     before: DiskExperts | None = None
     for block in model.modules():
         if not isinstance(block, MoeBlock):

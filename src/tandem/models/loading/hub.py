@@ -146,6 +146,6 @@ def _make_progress_class(progress: Progress) -> Any:
             return shown
 
         def display(self, *_: Any, **__: Any) -> None:
-            """Draw nothing."""
+            """Draw no bar on the terminal: only the callback shows progress."""
 
     return CallbackTqdm

@@ -863,7 +863,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, source: WeightSource)
 
 
 def _load_modules(model: nn.Module, checkpoint: Checkpoint, source: WeightReader) -> None:
-    """Load the modules in the model's order, one operator at a time."""
+    """Load the weights of all modules in the model's order, one operator at a time."""
     for name, module in list(model.named_modules()):
         if isinstance(module, Operator):
             module.load(source, name)
@@ -878,7 +878,7 @@ def _load_modules(model: nn.Module, checkpoint: Checkpoint, source: WeightReader
 def _load_plain(
     model: nn.Module, module: nn.Module, name: str, checkpoint: Checkpoint, source: WeightReader
 ) -> None:
-    """Load a module of transformers that the rules did not replace."""
+    """Load the weights of a module that the placement rules left as transformers' own."""
     if name == "lm_head" and checkpoint.config.tie_word_embeddings:
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
         is_ours = isinstance(embedding, Embedding) and embedding.packed is not None

@@ -99,19 +99,23 @@ def may_write_cache(wish: str, folder: Path) -> bool:
 
 
 def has_manifest(root: Path) -> bool:
-    """Return True if a folder of ``choose_root`` holds cached weights, of whatever source."""
+    """Return True if a folder of ``choose_root`` holds packed weights, from whatever version of the
+    checkpoint they were made.
+    """
     return next(root.glob(f"*/{MANIFEST_NAME}"), None) is not None
 
 
 class PackedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A finished file of packed weights."""
+    """A finished file of packed weights, as the manifest lists it."""
 
     size_bytes: int
     crc32: int
 
 
 class PackedManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The source of a folder of packed weights, and its finished files."""
+    """The contents of a cache folder's manifest: what its packed weights were made from, and its
+    finished files.
+    """
 
     layout: str
     source: str
@@ -154,7 +158,9 @@ class PackedCaches:
             cache.close()
 
     def open(self, weight_format: str) -> "PackedCache":
-        """Return the cache of a weight format, the same object each time."""
+        """Return the cache of a weight format; the first call opens it, later calls return the
+        same.
+        """
         cache = self._caches.get(weight_format)
         if cache is None:
             cache = PackedCache(
@@ -168,11 +174,13 @@ class PackedCaches:
 
     @property
     def folders(self) -> list[Path]:
-        """Folders of the formats in use."""
+        """Folders of the caches that have been opened, one for each weight format."""
         return [cache.folder for cache in self._caches.values()]
 
     def take_unwritten(self) -> "list[PackedCache]":
-        """Return the caches that have weights to write; the caller closes them."""
+        """Return the caches whose packed weights still wait to be written to disk, and forget them;
+        the caller closes them.
+        """
         caches = [cache for cache in self._caches.values() if cache.unwritten]
         self._caches = {k: c for k, c in self._caches.items() if not c.unwritten}
         return caches
@@ -224,14 +232,14 @@ class PackedCache:
         self.close()
 
     def close(self) -> None:
-        """Release the write lock. Idempotent."""
+        """Release the lock that lets one process write to the folder. Idempotent."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     @property
     def files(self) -> Mapping[str, PackedFile]:
-        """Finished files, by operator."""
+        """Finished files of packed weights, by dotted path of the operator that reads them."""
         return self._files
 
     def find(self, name: str, size_bytes: int) -> NDArray[np.uint8] | None:
@@ -360,8 +368,8 @@ class PackedCache:
         return self.folder / (name + SUFFIX + PARTIAL_SUFFIX)
 
     def _read_manifest(self) -> dict[str, PackedFile]:
-        """Return the finished files if the manifest has this source, format and layout;
-        else none.
+        """Return the finished files if the manifest says that they were made from this checkpoint,
+        in this format and layout; else none.
         """
         path = self.folder / MANIFEST_NAME
         try:
@@ -407,8 +415,8 @@ class PackedCache:
             os.close(descriptor)
 
     def _take_lock(self) -> bool:
-        """Take the write lock and read the manifest again, as another process may have
-        changed it.
+        """Take the lock that lets one process write to the folder; return True if it is held. The
+        manifest is read again, as another process may have changed it.
         """
         if self._lock is not None:
             return True
@@ -440,8 +448,8 @@ class PackedCache:
 
 
 def list_packed_files(folder: Path) -> list[Path]:
-    """Return the finished files of a folder that no other user may write to, whatever their
-    source.
+    """Return the finished files of packed weights in a folder, whatever they were made from,
+    without those that other users may write to.
     """
     try:
         return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not find_risk(path.stat())]

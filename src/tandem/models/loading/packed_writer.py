@@ -39,11 +39,13 @@ class PackedWriter:
         self._thread = threading.Thread(target=self._run, name="packed-writer", daemon=True)
 
     def start(self) -> None:
-        """Begin to write; call once."""
+        """Start the thread that writes; call once."""
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until all is written or given up; return True if so, False after the timeout."""
+        """Wait until all packed weights are on disk, or the thread has given up; return True if so,
+        False after the timeout.
+        """
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -76,7 +78,9 @@ class PackedWriter:
                 cache.unwritten.clear()
 
     def _write(self, cache: PackedCache) -> int:
-        """Write a cache's weights; return the bytes that were written."""
+        """Write a cache's waiting packed weights to its folder; return the bytes that were
+        written.
+        """
         num_bytes = 0
         for name in list(cache.unwritten):
             if not cache.write(name, cache.unwritten[name], self._stopping.is_set):

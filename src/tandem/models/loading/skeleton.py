@@ -104,7 +104,9 @@ def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreT
 
 
 def list_modules(model: nn.Module) -> list[ModuleInfo]:
-    """Return all modules below the root, depth first, as plain data for the rules."""
+    """Return all modules below the root, depth first, as plain data that placement rules are
+    matched with.
+    """
     return [
         ModuleInfo(
             name, _path(type(module)), tuple(_path(base) for base in type(module).__mro__[1:])

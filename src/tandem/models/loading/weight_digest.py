@@ -66,7 +66,7 @@ class FileState(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> "FileState":
-        """Return the state of a file, with links followed."""
+        """Return the facts by which a change of a file is noticed; links are followed."""
         info = path.stat()
         return cls(info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
@@ -80,7 +80,7 @@ class HashedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DigestRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Digests of all files of a checkpoint."""
+    """The stored form of a digest cache: digests of all files of a checkpoint."""
 
     version: int
     folder: str
@@ -109,7 +109,9 @@ class DigestCache:
         return cls(DEFAULT_ROOT, folder)
 
     def read(self) -> dict[str, HashedFile]:
-        """Return the digests that can be trusted, by file name."""
+        """Return the stored digests that can be trusted, by file name: of files that had not
+        changed for a while when they were hashed, in a cache that no other user may write.
+        """
         try:
             info = self.path.stat()
             risk = find_risk(self.path.parent.stat()) or find_risk(info)
@@ -272,14 +274,16 @@ class WeightHasher:
 
 
 def _list_leaves(entry: "TensorEntry") -> Iterator[_Leaf]:
-    """Yield the leaves of a tensor; an empty tensor has one empty leaf."""
+    """Yield the leaves of a tensor (its ranges of 64 MiB, each hashed by one task); an empty tensor
+    has one empty leaf.
+    """
     for begin in range(entry.begin, max(entry.end, entry.begin + 1), LEAF_BYTES):
         yield _Leaf(entry.name, begin, min(begin + LEAF_BYTES, entry.end))
 
 
 def _make_batches(entries: Iterable["TensorEntry"]) -> Iterator[tuple[Path, list[_Leaf]]]:
-    """Yield batches of neighbouring leaves, about a leaf's size each, so small tensors share a
-    task.
+    """Yield batches of neighbouring leaves (ranges of tensors that are hashed separately), about a
+    leaf's size each, so that small tensors share a task.
     """
     batch: list[_Leaf] = []
     path, size = None, 0

@@ -26,7 +26,9 @@ several.
 
 
 class SequenceCache:
-    """A model's cache object for one sequence, and the tokens that wait to be fed to it."""
+    """transformers' cache object of one sequence, and the tokens that wait to be fed to the
+    model.
+    """
 
     def __init__(self) -> None:
         self.past: Any = None
@@ -36,7 +38,9 @@ class SequenceCache:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens received, fed or waiting."""
+        """Number of tokens received: those fed to the model, and those that wait for a full
+        piece.
+        """
         return self.num_fed + len(self.pending)
 
     def copy(self) -> "SequenceCache":
@@ -82,7 +86,9 @@ class SequenceCache:
         return rows
 
     def _find_size(self, piece: int, prompt_len: int) -> int:
-        """Return the size of the next piece."""
+        """Return the number of tokens that the model is fed next: one in the answer, else up to the
+        end of a piece of the prompt.
+        """
         if self.num_fed >= prompt_len:
             return 1
         return min(piece - self.num_fed % piece, prompt_len - self.num_fed)
@@ -113,7 +119,8 @@ def _list_arguments(kind: type) -> frozenset[str]:
 
 
 class CacheSlots:
-    """The cache objects of running sequences, and kept copies of them, by slot.
+    """transformers' cache objects of running sequences, and kept copies of them for prefixes, by
+    slot.
 
     Args:
         num_slots: number of slots; ids are 0 to ``num_slots - 1``.
@@ -135,7 +142,9 @@ class CacheSlots:
         return held
 
     def clear(self, slot: int) -> None:
-        """Put an empty cache object into a slot, for a sequence before its first token."""
+        """Put an empty cache object into a slot. The caller does so before a sequence's first
+        token.
+        """
         self._caches[slot] = SequenceCache()
 
     @torch.inference_mode()
@@ -146,5 +155,5 @@ class CacheSlots:
         self._caches[target] = self.get(source).copy()
 
     def drop(self, slot: int) -> None:
-        """Free the memory of a slot that no sequence will continue."""
+        """Free the cache object in a slot. The caller ensures that no sequence will continue it."""
         self._caches.pop(slot, None)

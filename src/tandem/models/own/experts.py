@@ -29,7 +29,9 @@ FORMATS = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def find_experts(modules: nn.Module) -> dict[str, ExpertsSpec]:
-    """Return the specs of the experts that our operators can compute, by module path."""
+    """Return the specs of the routed experts in transformers' model that our operators can compute,
+    by module path.
+    """
     found: dict[str, ExpertsSpec] = {}
     for name, module in modules.named_modules():
         if not is_experts(module) or not _is_called_alike(module):

@@ -85,13 +85,17 @@ class OwnModel:
         )
 
     def enable_adapters(self, max_adapters: int) -> NoReturn:
-        """Refuse adapters. Raises: UnsupportedError."""
+        """Refuse LoRA adapters, which transformers' own modules do not take here. Raises:
+        UnsupportedError.
+        """
         del max_adapters
         what = f"{self.spec.model_type} runs by transformers' own modules, which take no adapters"
         raise UnsupportedError("models.enable_adapters", what, field="model.adapter")
 
     def allocate_states(self, num_slots: int) -> CacheSlots:
-        """Return slots for cache objects; memory is allocated as sequences grow."""
+        """Return slots for the cache objects of sequences; memory is allocated as sequences
+        grow.
+        """
         return CacheSlots(num_slots)
 
     def project(self, hidden_RD: Tensor) -> Tensor:
@@ -99,7 +103,9 @@ class OwnModel:
         return hidden_RD.float()
 
     def forward(self, batch: PagedBatch, states: CacheSlots) -> Tensor:
-        """Run one step; return the wanted logits, float32 [R, V]."""
+        """Run one step over the sequences of a batch; return the logits of the wanted rows, float32
+        [R, V].
+        """
         return self.project(self.compute_hidden(batch, states))
 
     @torch.inference_mode()

@@ -65,7 +65,8 @@ def plan_served(
 
 
 def open_served(path_or_id: str | Path) -> Checkpoint:
-    """Open a checkpoint for our operators, or else for transformers' own modules; proves nothing.
+    """Open a checkpoint for our operators, or else for transformers' own modules, without trying
+    either on a tiny model.
 
     Raises: the errors of ``open_checkpoint``.
     """
@@ -178,7 +179,9 @@ def build_own_skeleton(config: Any) -> nn.Module:
 
 
 def _complete_spec(checkpoint: Checkpoint, skeleton: nn.Module) -> ModelSpec:
-    """Return the spec, completed with facts that only the modules tell."""
+    """Return the checkpoint's spec, completed with what only the skeleton's modules tell, such as
+    the number of weights and positions.
+    """
     spec = checkpoint.spec
     total = sum(p.numel() for p in skeleton.parameters())
     positions = [

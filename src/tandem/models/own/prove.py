@@ -69,7 +69,9 @@ GAIN, SPREAD = 1.3, 0.3
 
 
 class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a proof for one configuration."""
+    """The result of trying a class's own cache object on tiny models of one configuration: whether
+    feeding tokens in pieces gives what feeding them at once gives.
+    """
 
     key: str
     """SHA-256 over the code, transformers' version and the tiny configuration; empty: not
@@ -87,12 +89,15 @@ class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_proved(self) -> bool:
-        """True if models of this configuration may run."""
+        """True if models of this configuration may run, as no comparison on the tiny model
+        failed.
+        """
         return not self.problem
 
 
 def require_own_proof(checkpoint: Checkpoint, root: Path = DEFAULT_ROOT) -> OwnProof:
-    """Return the proof of a checkpoint's class.
+    """Return the proof (a test on tiny models) that a checkpoint's class computes the same when its
+    cache is continued.
 
     Args:
         checkpoint: opened by ``open_own``.
@@ -107,7 +112,8 @@ def require_own_proof(checkpoint: Checkpoint, root: Path = DEFAULT_ROOT) -> OwnP
 
 
 def find_own_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> OwnProof:
-    """Return the proof of a checkpoint's class: a stored one, or a new one.
+    """Return the proof of a checkpoint's class (the result of a test on tiny models): a stored one,
+    or a new one.
 
     Args:
         checkpoint: opened by ``open_own``.
@@ -125,7 +131,8 @@ def find_own_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> 
 
 
 def prove_own(config: Any) -> OwnProof:
-    """Try to prove that a class's own cache object works for a configuration; return the result.
+    """Test on tiny models of a configuration that feeding a class's own cache object in pieces
+    gives what one call gives; return the result.
 
     Args:
         config: transformers' configuration; any size.
@@ -168,7 +175,9 @@ def _find_key(config: Any) -> str:
 
 
 def _prove_any(proof: OwnProof, config: Any) -> OwnProof:
-    """Try tiny configurations until one is proved; return its result, else the first failure."""
+    """Try tiny configurations of the class until a model of one gives the right logits; return that
+    result, else the first failure.
+    """
     found = _refuse(proof, "no tiny configuration of its class can be made")
     first = None
     for tiny in list_tiny(config):
@@ -260,7 +269,7 @@ def _run_whole(eager: Any, tokens: Tensor) -> Tensor:
 
 
 def _make_tiny(config: Any, seed: int) -> Any:
-    """Build eager's model of a tiny configuration with random weights."""
+    """Build transformers' eager model of a tiny configuration with random weights."""
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
@@ -302,14 +311,16 @@ def _plan_tiny(folder: Path, piece: int, *, has_ours: bool) -> ModelPlan:
 
 
 class _Runner:
-    """A tiny model that is fed as the engine would, with KV blocks that are not used."""
+    """A tiny model of transformers' own modules, fed in batches as the engine would feed it."""
 
     def __init__(self, model: OwnModel) -> None:
         self._model = model
         self.slots = model.allocate_states(3)
 
     def run(self, *chunks: tuple[int, list[int], int]) -> Tensor:
-        """Return the logits of all tokens of chunks (slot, tokens, start)."""
+        """Return the logits of all tokens of chunks, each (slot of the sequence, tokens, position
+        of the first), run as one batch.
+        """
         sequences = [
             SequenceChunk(
                 ids, start, range(NUM_TOKENS), "all", state_slot=slot, prompt_len=PROMPT_LEN
@@ -333,7 +344,9 @@ def _feed_chunked(runner: _Runner, tokens: list[int]) -> Tensor:
 
 
 def _feed_reused(runner: _Runner, tokens: list[int]) -> Tensor:
-    """Continue from a copy of a cache, after the original sequence has continued differently."""
+    """Feed a sequence that continues from a copy of another's cache object, after the other has
+    continued differently; return its logits.
+    """
     first = runner.run((0, tokens[:BRANCH], 0))
     runner.slots.copy(0, 1)
     runner.run((0, [*reversed(tokens[: PROMPT_LEN - BRANCH])], BRANCH))
@@ -363,8 +376,8 @@ FEEDS: dict[str, Callable[[_Runner, list[int]], Tensor]] = {
 def _check(
     model: OwnModel, tokens: list[int], exact: np.ndarray, bound: float, way: str
 ) -> Iterator[Check]:
-    """Compare each way of feeding with eager code, and the bits of decoded tokens with each
-    other.
+    """Compare the logits of each way of feeding tokens with those of transformers' eager code, and
+    the bits of decoded tokens between the ways.
     """
     decoded: list[np.ndarray] = []
     for name, feed in FEEDS.items():
@@ -377,7 +390,9 @@ def _check(
 
 
 def _find_kept(checkpoint: Checkpoint, root: Path) -> OwnProof | None:
-    """Return the stored proof; None if there is none that can be trusted."""
+    """Return the stored proof of the checkpoint's configuration; None if there is none that can be
+    trusted.
+    """
     try:
         key = _find_key(checkpoint.config)
         path = root / f"own-{key}.json"

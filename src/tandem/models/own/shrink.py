@@ -72,7 +72,7 @@ def list_tiny(config: Any) -> Iterator[Any]:
 
 
 def _shrink(values: Values, num_layers: int, *, is_narrow: bool) -> None:
-    """Shrink the values in place; ``num_layers`` 0 keeps all layers."""
+    """Shrink the values of a configuration's fields in place; ``num_layers`` 0 keeps all layers."""
     for name in DROPPED:
         values.pop(name, None)
     for name, value in values.items():
@@ -143,7 +143,7 @@ def _shrink_fields(
 
 
 def _shrink_count(name: str, value: int, num_layers: int) -> int:
-    """Return a smaller count, for a field that is not a width."""
+    """Return a smaller value for a field that is a count, such as of layers, experts or tokens."""
     if "vocab_size" in name:
         return min(value, TINY_VOCAB)
     if name == "num_kv_shared_layers":
@@ -171,7 +171,9 @@ def _shrink_count(name: str, value: int, num_layers: int) -> int:
 
 
 def _narrow(name: str, value: int, ratio: int, small: int, heads: int) -> int:
-    """Return a smaller width, divided by the common ratio."""
+    """Return a smaller value for a field that is a width or a number of heads, divided by the ratio
+    common to all; other fields keep theirs.
+    """
     if KV_HEADS.search(name):
         return max(1, min(value // ratio, small)) if small and value != heads else small or value
     if HEADS.search(name):

@@ -73,7 +73,7 @@ scores.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DefaultFormats:
-    """Names of the weight formats that apply without a rule."""
+    """Names of the weight formats of matrices for which no placement rule names a format."""
 
     experts: str
     linear: str
@@ -241,7 +241,9 @@ def _plan_one(
 
 
 def _has_scores(spec: OperatorSpec) -> bool:
-    """Return True if an operator has a matrix that takes the format of scores."""
+    """Return True if an operator has a matrix whose products control or choose (a state's gates, an
+    index's weights); such a matrix is stored without loss.
+    """
     return isinstance(spec, GATED) or (isinstance(spec, MlaSpec) and spec.index is not None)
 
 
@@ -256,7 +258,7 @@ def _note_devices(rule: Rule, device: str) -> str:
 
 
 def _find_absorbed(table: RuleTable, plans: dict[str, ModulePlan]) -> Iterator[tuple[str, str]]:
-    """Yield (module, the operator above it that took over its weights)."""
+    """Yield (module, operator above it), for modules whose weights an operator above took over."""
     owner = None
     for assignment in table.assignments:
         name = assignment.module.name

@@ -123,7 +123,9 @@ LAYER_SCALE = "layer_scalar"
 
 @dataclass(frozen=True, slots=True)
 class ModuleView:
-    """A module's place in its model."""
+    """A module's place in its model, with all that a ``describe_...`` function may ask about its
+    surroundings.
+    """
 
     name: str
     """Dotted path of the module."""
@@ -198,7 +200,9 @@ def _has_bias(module: Any) -> bool:
 
 
 def describe_linear(module: Any, view: ModuleView) -> LinearSpec | HeadSpec:
-    """Return the spec of a linear module, or of the model's head."""
+    """Return the spec (sizes and options, from which our operator is built) of a linear module, or
+    of the model's head.
+    """
     _require(module, "in_features", "out_features")
     if view.model.get_output_embeddings() is module:
         return describe_lm_head(module, view)
@@ -250,7 +254,9 @@ def _find_logit_scale(config: Any) -> float:
 
 
 def describe_embedding(module: Any, view: ModuleView) -> EmbeddingSpec:
-    """Return the spec of a token embedding."""
+    """Return the spec (sizes and options, from which our operator is built) of a token embedding.
+    Raises: UnfitModuleError (it does not fit).
+    """
     del view
     _require(module, "num_embeddings", "embedding_dim")
     if not isinstance(module, nn.Embedding):
@@ -269,7 +275,9 @@ _NORM_OFFSETS: dict[type, float] = {}
 
 
 def describe_norm(module: Any, view: ModuleView | None = None) -> NormSpec:
-    """Return the spec of an RMSNorm."""
+    """Return the spec (sizes and options, from which our operator is built) of an RMSNorm. Raises:
+    UnfitModuleError (it does not fit).
+    """
     del view
     _require(module, "weight")
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -282,7 +290,9 @@ def describe_norm(module: Any, view: ModuleView | None = None) -> NormSpec:
 
 
 def describe_layer_norm(module: Any, view: ModuleView | None = None) -> LayerNormSpec:
-    """Return the spec of a LayerNorm."""
+    """Return the spec (sizes and options, from which our operator is built) of a LayerNorm. Raises:
+    UnfitModuleError (it does not fit).
+    """
     del view
     _require(module, "weight")
     offset, eps = find_layer_norm(module)
@@ -351,7 +361,9 @@ def _find_rope_idx(module: Any, config: Any, *, rotates: bool = True) -> int:
 
 
 def describe_attention(module: Any, view: ModuleView) -> GqaSpec:
-    """Return the spec of grouped-query attention."""
+    """Return the spec (sizes and options, from which our operator is built) of grouped-query
+    attention. Raises: UnfitModuleError (it does not fit).
+    """
     _require(module, "head_dim", "layer_idx")
     names, out_name = find_projections(module), find_output(module)
     if not names:
@@ -476,7 +488,9 @@ def _find_position_scale(module: Any, config: Any, *, rotates: bool = True) -> P
 
 
 def describe_mla_attention(module: Any, view: ModuleView) -> MlaSpec:
-    """Return the spec of multi-head latent attention."""
+    """Return the spec (sizes and options, from which our operator is built) of multi-head latent
+    attention. Raises: UnfitModuleError (it does not fit).
+    """
     _require(module, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "scaling")
     q_norm = getattr(module, "q_a_layernorm", None)
     norms = [describe_norm(n) for n in (module.kv_a_layernorm, q_norm) if n is not None]
@@ -542,13 +556,17 @@ def _describe_index(module: Any, view: ModuleView) -> IndexSpec | None:
 
 
 def _find_chooser(module: Any, view: ModuleView) -> bool:
-    """Return True if a layer before this module's layer has an index."""
+    """Return True if a layer before this module's layer has an index of its own, which chooses the
+    tokens that sparse attention sees.
+    """
     earlier = list(view.model.model.layers)[: module.layer_idx]
     return any(getattr(layer.self_attn, INDEX, None) is not None for layer in earlier)
 
 
 def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
-    """Return the spec of a gated delta rule, whose state replaces KV."""
+    """Return the spec (sizes and options, from which our operator is built) of a gated delta rule,
+    whose layer keeps a recurrent state instead of KV.
+    """
     found = _find_state_mixer(view)
     if not isinstance(found, GatedDeltaSpec):
         raise UnfitModuleError(f"{type(module).__name__} is no gated delta rule")
@@ -556,7 +574,9 @@ def describe_gated_delta(module: Any, view: ModuleView) -> GatedDeltaSpec:
 
 
 def describe_kimi_delta(module: Any, view: ModuleView) -> KimiDeltaSpec:
-    """Return the spec of Kimi delta attention."""
+    """Return the spec (sizes and options, from which our operator is built) of Kimi delta
+    attention. Raises: UnfitModuleError (it does not fit).
+    """
     found = _find_state_mixer(view)
     if not isinstance(found, KimiDeltaSpec):
         raise UnfitModuleError(f"{type(module).__name__} is no Kimi delta attention")
@@ -564,7 +584,9 @@ def describe_kimi_delta(module: Any, view: ModuleView) -> KimiDeltaSpec:
 
 
 def describe_short_conv(module: Any, view: ModuleView) -> ShortConvSpec:
-    """Return the spec of a short convolution that is a mixer of its own."""
+    """Return the spec (sizes and options, from which our operator is built) of a short convolution
+    over tokens that takes the place of attention in its layer.
+    """
     found = _find_state_mixer(view)
     if not isinstance(found, ShortConvSpec):
         raise UnfitModuleError(f"{type(module).__name__} is no short convolution")
@@ -572,7 +594,9 @@ def describe_short_conv(module: Any, view: ModuleView) -> ShortConvSpec:
 
 
 def describe_mamba2(module: Any, view: ModuleView) -> Mamba2Spec:
-    """Return the spec of Mamba2's state space."""
+    """Return the spec (sizes and options, from which our operator is built) of Mamba2's state
+    space. Raises: UnfitModuleError (it does not fit).
+    """
     found = _find_state_mixer(view)
     if not isinstance(found, Mamba2Spec):
         raise UnfitModuleError(f"{type(module).__name__} is no state space of Mamba2")
@@ -587,7 +611,9 @@ def _find_state_mixer(view: ModuleView) -> StateMixerSpec:
 
 
 def describe_frozen_gated_delta(module: Any, view: ModuleView) -> FrozenGatedDeltaSpec:
-    """Return the spec of a gated delta rule that remains transformers' module."""
+    """Return the spec of a gated delta rule that remains transformers' module, with our forward
+    pass, while adapters are trained.
+    """
     found = _find_state_mixer(view)
     if not isinstance(found, GatedDeltaSpec | KimiDeltaSpec):
         raise UnfitModuleError(f"{type(module).__name__} is no gated delta rule")
@@ -595,7 +621,9 @@ def describe_frozen_gated_delta(module: Any, view: ModuleView) -> FrozenGatedDel
 
 
 def describe_mlp(module: Any, view: ModuleView) -> MlpSpec:
-    """Return the spec of a dense MLP."""
+    """Return the spec (sizes and options, from which our operator is built) of a dense MLP. Raises:
+    UnfitModuleError (it does not fit).
+    """
     del view
     names = find_gate_up(module)
     if not names:
@@ -621,7 +649,9 @@ def _refuse_others(module: Any, others: set[str]) -> None:
 
 
 def describe_router(module: Any, view: ModuleView) -> RouterSpec:
-    """Return the spec of a router."""
+    """Return the spec (sizes and options, from which our operator is built) of a router, which
+    chooses experts. Raises: UnfitModuleError (it does not fit).
+    """
     if hasattr(module, "per_expert_scale"):
         return _describe_scaling_router(module)
     _require(module, "weight", "top_k")
@@ -717,7 +747,7 @@ def _describe_ungated_experts(module: Any) -> ExpertsSpec:
 
 
 def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
-    """Return the spec of a block with a router, its experts and shared experts."""
+    """Return the spec of a block of experts: a router, its routed experts and shared experts."""
     children = {name for name, _ in module.named_children()}
     gate = next((name for name in ("gate", "router") if name in children), "gate")
     _require(module, gate, "experts")
@@ -739,7 +769,9 @@ def describe_moe_block(module: Any, view: ModuleView) -> MoeBlockSpec:
 
 
 def describe_decoder_layer(module: Any, view: ModuleView) -> DecoderLayerSpec:
-    """Return the spec of a decoder layer whose parts all become operators."""
+    """Return the spec (sizes and options, from which our operator is built) of a decoder layer
+    whose parts all become operators.
+    """
     mixer, mlp_name = (
         next((n for n in names if getattr(module, n, None) is not None), names[0])
         for names in (MIXER_NAMES, FEED_FORWARD_NAMES)

@@ -220,7 +220,9 @@ def _read_experts(block: Any, path: str, describer: Describer) -> MoeSpec:
 
 
 def _try(describer: Describer, path: str, describe: Describe) -> OperatorSpec | None:
-    """Return the spec of a module; None if no operator computes it."""
+    """Return the spec that ``describe`` gives for the module at a path; None if no operator
+    computes the module.
+    """
     try:
         return describer.describe(path, describe)
     except UnfitModuleError:
@@ -287,7 +289,9 @@ def complete_spec(
 
 
 def _add_index(spec: ModelSpec, mixers: list[GqaSpec | MlaSpec]) -> ModelSpec:
-    """Return ``spec`` with the size of index keys, and the layers that have them."""
+    """Return ``spec`` with the size of index keys, by which sparse attention chooses tokens, and
+    the layers that have them.
+    """
     found = {
         i: mixer.index
         for i, mixer in enumerate(mixers)
@@ -367,5 +371,7 @@ def _count_matrices(layer: MoeSpec) -> int:
 
 
 def _find_width(layer: MoeSpec, hidden_size: int) -> int:
-    """Return the number of inputs of an expert, which may be a latent's size."""
+    """Return the number of inputs of an expert: the hidden size, or a smaller latent size that the
+    layer projects to before its experts.
+    """
     return hidden_size if layer.experts is None else layer.experts.hidden_size

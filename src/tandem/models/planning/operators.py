@@ -68,7 +68,9 @@ this build lacks; they are accepted and reported, but have no effect.
 
 @dataclass(frozen=True, slots=True)
 class OperatorEntry:
-    """An operator as rule files can use it."""
+    """An operator as placement rule files can name it: how to describe a module for it, and what
+    rules may set.
+    """
 
     name: str
     describe: Describe | None
@@ -109,7 +111,9 @@ def _choose_mixer(module: Any) -> str:
 
 
 def _choose_frozen(module: Any) -> str:
-    """Return the operator of a token mixer while adapters are trained."""
+    """Return the operator name for a token mixer (attention or a state) while adapters are trained;
+    ``default`` keeps transformers' module.
+    """
     return "FrozenGatedDelta" if is_state_mixer(module) else DEFAULT
 
 

@@ -208,8 +208,8 @@ def _choose_expert_device(wish: str, device: str, spec: ModelSpec, expert_format
 def _keep_stored(
     stored: StoredModel, raw: list[RawMatrix], wishes: dict[str, str], devices: dict[str, str]
 ) -> StoredModel:
-    """Return the matrices that keep their stored format: no other was asked for, and
-    kernels exist.
+    """Return the matrices that keep the format in which the checkpoint stores them, as no other was
+    asked for and there are kernels for it.
     """
     groups = {matrix.module: "experts" if matrix.role == "experts" else "linear" for matrix in raw}
     return StoredModel(
@@ -265,7 +265,9 @@ def _plan_matrices(
 
 
 def _shares_codes(raw: list[RawMatrix], by_name: dict[str, ModulePlan]) -> bool:
-    """Return True if the embedding's rows are read from the codes of the tied head."""
+    """Return True if the embedding's rows are read from the codes of the LM head, which is tied to
+    it.
+    """
     embedding = next((by_name[m.module] for m in raw if m.role == "embedding"), None)
     head = next((by_name[m.module] for m in raw if m.role == "head" and m.is_shared), None)
     return (
@@ -280,7 +282,9 @@ def _shares_codes(raw: list[RawMatrix], by_name: dict[str, ModulePlan]) -> bool:
 def _shares_tensor(
     raw: list[RawMatrix], by_name: dict[str, ModulePlan], weight_format: str
 ) -> bool:
-    """Return True if a head of this format can share the embedding's tensor."""
+    """Return True if a tied head whose matrix has this weight format can use the embedding's
+    tensor, which holds if both are plain tensors.
+    """
     held = {by_name[m.module].weight_format for m in raw if m.role == "embedding"}
     return weight_format == NO_FORMAT and held <= {NO_FORMAT}
 
@@ -321,7 +325,9 @@ def _find_format(role: MatrixRole, shape: tuple[int, ...], weight_format: str) -
 def _group_by_holder(
     raw: list[RawMatrix], by_name: dict[str, ModulePlan]
 ) -> Iterator[tuple[str, list[RawMatrix]]]:
-    """Yield (holding module, matrices that it stacks into one)."""
+    """Yield (module that holds them, matrices that it stacks into one), with runs of matrices in
+    order.
+    """
     run: list[RawMatrix] = []
     holder = ""
     for matrix in raw:

@@ -34,7 +34,7 @@ DTYPE_FORMATS = {"float32": "f32", "bfloat16": "bf16"}
 
 
 class FormatChoices(NamedTuple):
-    """Weight formats of a model's matrices that apply without a rule."""
+    """Weight formats, with reasons, of matrices for which no placement rule names a format."""
 
     experts: FormatChoice
     linear: FormatChoice

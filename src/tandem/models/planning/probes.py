@@ -269,7 +269,9 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
 def _gives(
     weights: Tensor, logits: Tensor, top_k: int, rule: RoutingRule, bias: Tensor | None
 ) -> bool:
-    """Return True if a rule gives these weights of all experts, 0 for those not chosen."""
+    """Return True if a routing rule makes these weights of the router's logits, with 0 for experts
+    that are not chosen.
+    """
     from tandem.kernels.native import Buffer
 
     held = None if bias is None else Buffer(bias.float())
@@ -297,32 +299,38 @@ def _list_rules(gate: Any) -> list[RoutingRule]:
 
 
 class _Recorder:
-    """A stand-in for a step that records how attention is called."""
+    """A stand-in for a running step, which records how a module calls attention instead of
+    computing it.
+    """
 
     def __init__(self) -> None:
         self.call: AttentionCall | None = None
 
     def write_kv(self, layer_idx: int, kv_T2Kd: Tensor) -> None:
-        """Do nothing: a probe stores no KV."""
+        """Do nothing: this trial run of a module (a probe) stores no KV."""
 
     def attend(
         self, layer_idx: int, q_THd: Tensor, kv_T2Kd: Tensor, scale: float, rule: AttentionRule
     ) -> Tensor:
-        """Record scale and rule of the call; return the queries."""
+        """Record scale and rule (which tokens see which) of the call; return the queries as the
+        result.
+        """
         del layer_idx, kv_T2Kd
         self.call = AttentionCall(scale, rule)
         return q_THd.flatten(1)
 
     def run_layer_(self, layer: nn.Module, x_TD: Tensor) -> None:
-        """Raise: a probe runs attention modules only."""
+        """Raise an error: a trial run of a module (a probe) runs attention modules only."""
         raise AssertionError("attention alone runs in a probe")
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Raise: a probe runs attention modules only."""
+        """Raise an error: a trial run of a module (a probe) runs attention modules only."""
         raise AssertionError("attention alone runs in a probe")
 
     def mix(self, attention: nn.Module, h_TD: Tensor) -> Tensor:
-        """Raise: a probe runs modules of transformers, not operators."""
+        """Raise an error: a trial run of a module (a probe) runs transformers' modules, not
+        operators.
+        """
         raise AssertionError("a probe runs modules of transformers")
 
 

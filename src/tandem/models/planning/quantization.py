@@ -52,7 +52,7 @@ FIELD = "quantization_config"
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The quantization of one kind of weights."""
+    """The quantization of one kind of weights: bits and type of codes, and what shares a scale."""
 
     bits: int
     """Bits of a code: 8 or 4."""
@@ -112,7 +112,9 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The contents of a ``quantization_config``."""
+    """The contents of a configuration's ``quantization_config``: which modules are quantized, and
+    how.
+    """
 
     method: str
     """Quantization method, one of ``METHODS``."""

@@ -137,7 +137,7 @@ ROUTER_NAMES = re.compile(r"\.(gate|router|router\.proj)$")
 
 @dataclass(frozen=True, slots=True)
 class RawMatrix:
-    """A matrix of the skeleton, before rules are applied."""
+    """A matrix of the skeleton as transformers has it, before placement rules choose operators."""
 
     module: str
     role: MatrixRole
@@ -149,7 +149,7 @@ class RawMatrix:
 
 @dataclass(slots=True)
 class Vectors:
-    """Weights of a checkpoint that are not matrices."""
+    """Numbers of the weights of a checkpoint that are not matrices: norms, biases and buffers."""
 
     num_weights: int = 0
     """Number of weights in norms and biases, which have the model's dtype."""
@@ -235,8 +235,8 @@ def _list_head_matrices(name: str, attention: Any) -> list[RawMatrix]:
 
 
 def _list_step_matrices(name: str, weight: Any, num_heads: int) -> list[RawMatrix]:
-    """Return the matrices into which a state space splits its first projection: time steps
-    apart.
+    """Return the matrices into which a state space's first projection is split: that to time steps
+    is apart, as it is stored without loss.
     """
     rows, size = weight.shape
     return [
@@ -282,7 +282,7 @@ def _is_tied_head(model: Any, module: nn.Module) -> bool:
 
 
 def has_layered_rope(config: Any) -> bool:
-    """Return True if layer types have different RoPEs."""
+    """Return True if layers of different types rotate positions by RoPEs of their own."""
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return any(isinstance(value, dict) for value in ropes.values())
 

@@ -24,7 +24,7 @@ __all__ = ["StoredMatrix", "StoredModel", "read_stored"]
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """The storage of a matrix in the checkpoint."""
+    """The checkpoint's storage of a matrix, and whether its codes can be kept."""
 
     storage: str = ""
     """Description of the codes, for plans; empty for plain values."""
@@ -44,22 +44,28 @@ class StoredModel:
     """Bytes in the file, by the skeleton's module; empty if the weights are absent."""
 
     def find(self, name: str) -> list[StoredMatrix]:
-        """Return the matrices of a module and of those below it."""
+        """Return how the checkpoint stores the matrices of a module and of the modules below it."""
         below = f"{name}."
         return [m for key, m in self.matrices.items() if key == name or key.startswith(below)]
 
     def find_format(self, name: str) -> WeightFormat | None:
-        """Return the weight format that holds all matrices of a module; None if there is none."""
+        """Return the weight format that holds the stored codes of all matrices of a module; None if
+        there is no such format.
+        """
         formats = {matrix.weight_format for matrix in self.find(name)}
         return formats.pop() if len(formats) == 1 else None
 
     def is_mixed(self, name: str) -> bool:
-        """Return True if all matrices of a module have codes, in more than one format."""
+        """Return True if all matrices of a module are stored as codes, in more than one weight
+        format.
+        """
         formats = {matrix.weight_format for matrix in self.find(name)}
         return len(formats) > 1 and None not in formats
 
     def has_codes(self, name: str) -> bool:
-        """Return True if some matrix of a module has codes that a weight format holds."""
+        """Return True if some matrix of a module is stored as codes that one of our weight formats
+        holds unchanged.
+        """
         return any(matrix.weight_format is not None for matrix in self.find(name))
 
 
@@ -88,7 +94,7 @@ def read_stored(checkpoint: Checkpoint, raw: list[RawMatrix]) -> StoredModel:
 
 
 def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
-    """Return how a matrix is stored, read from the weights' headers."""
+    """Return how a matrix is stored, read from the headers of the checkpoint's weight files."""
     names = [f"{matrix.module}.weight"]
     if matrix.role == "experts":
         names = list_expert_weights(reader, matrix.module, matrix.shape[0])
@@ -107,7 +113,9 @@ def _look_up(reader: WeightReader, matrix: RawMatrix) -> StoredMatrix:
 
 
 def _pair_down(held: WeightFormat | None, down: WeightFormat | None) -> WeightFormat | None:
-    """Return the format of experts; None if one of two different formats is a float format."""
+    """Return the format of experts whose gate and up are held in one format and whose down in
+    another; None if the two differ and one is no integer format.
+    """
     if held is None or down is None:
         return None
     is_pair = held == down or (held.is_integer and down.is_integer)
@@ -132,7 +140,9 @@ def _judge(matrix: RawMatrix, storage: str, held: WeightFormat | None) -> Stored
 
 
 def _foresee(quantization: Quantization, matrix: RawMatrix) -> StoredMatrix:
-    """Return how a matrix will be stored, from the configuration alone."""
+    """Return how a matrix will be stored in a checkpoint whose weights are absent, by its
+    configuration alone.
+    """
     name = matrix.module
     if matrix.role == "experts" and quantization.method != "mxfp4":
         name = f"{matrix.module}.0.gate_proj"

@@ -75,7 +75,9 @@ def _slides(values: dict[str, Any]) -> bool:
 
 
 def list_changes(config: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (field, description of the change, all values) for each change to try."""
+    """Yield (field, description of the change, values of all fields) for each change of one
+    configuration field whose effect on transformers' model is to be tried.
+    """
     values: dict[str, Any] = config.to_dict()
     for field, value in sorted(values.items()):
         if field in IGNORED_CONFIG or field in KEPT:
@@ -107,7 +109,9 @@ def _change_nested(
 
 
 def _list_values(field: str, value: Any) -> list[Any]:
-    """Return other values of the same kind for a field."""
+    """Return other values of the same type that are tried for a configuration field in place of its
+    own; empty if none is known.
+    """
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -171,7 +175,7 @@ def flip_fields(
 
 
 def _explain(field: str, values: dict[str, Any]) -> str:
-    """Return the reason why a field was not changed."""
+    """Return the reason why a configuration field was not changed when its effect was tried."""
     value = values[field]
     if field in KEPT:
         return KEPT[field]

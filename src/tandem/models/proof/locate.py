@@ -28,7 +28,8 @@ rounding, below a bug's effect.
 
 @torch.inference_mode()
 def locate_difference(ours: CausalModel, eager: Any, tokens: Tensor) -> str:
-    """Return the first operator that differs when given eager's own input; empty if none does.
+    """Return the first of our operators whose result differs from transformers' module's on the
+    same input; empty if none does.
 
     Args:
         ours: our model, in float32.
@@ -77,7 +78,7 @@ class _Call:
 
     @property
     def result(self) -> Tensor:
-        """First result of the module, the only one except for routers."""
+        """First result of the module; only routers have more than one."""
         return self.results[0]
 
 
@@ -114,8 +115,8 @@ def _locate_in_layer(
     seen: Seen,
     tokens: Tensor,
 ) -> str:
-    """Compare each part of a layer, then the layer itself, given eager's input; return the first
-    that differs.
+    """Compare each part of a layer with transformers', then the layer itself, each given the input
+    that transformers' part had; return the first that differs.
     """
     cache = ours.allocate_kv(-(-len(tokens) // BLOCK_SIZE), block_size=BLOCK_SIZE)
     table = list(range(cache.num_blocks))
@@ -171,8 +172,8 @@ def _choose_before(ours: CausalModel, name: str, seen: Seen) -> None:
 
 
 def _locate_in_block(block: MoeBlock, name: str, seen: Seen) -> str:
-    """Compare each part of a MoE block given eager's input; return the first that differs, or an
-    empty string.
+    """Compare each part of a MoE block with transformers', given the input that transformers' part
+    had; return the first that differs, or an empty string.
     """
     for part, operator in block.named_children():
         path = f"{name}.{part}"

@@ -45,7 +45,9 @@ all.
 
 
 class _Runner:
-    """Our model of a tiny checkpoint, over a few KV blocks."""
+    """Our model of a tiny checkpoint with a few KV blocks, fed in the ways in which an engine might
+    feed it.
+    """
 
     def __init__(self, folder: Path, pool: ThreadPool) -> None:
         self.model: CausalModel = load_model(plan_model(folder, dtype="float32"), pool)
@@ -74,7 +76,9 @@ class _Runner:
         return torch.cat([self.run(cache, table, tokens[a:b], a) for a, b in pieces])
 
     def run_reusing(self, tokens: list[int]) -> Tensor:
-        """Reuse one block, and a copy of a part of the next, of a sequence that ran before."""
+        """Run a sequence that takes over one KV block of an earlier one, and a copy of a part of
+        the next block; return the logits.
+        """
         cache = self.make_cache()
         first = self.run(cache, [5, 0, 3, 9], tokens[:NUM_SHARED])
         if self._states is not None:
@@ -85,7 +89,9 @@ class _Runner:
         return torch.cat((first, rest))
 
     def run_beside(self, tokens: list[int]) -> Tensor:
-        """Run the sequence in one batch with another sequence, its own beginning."""
+        """Run the sequence in one batch with another sequence, which is its own beginning, and
+        return its logits.
+        """
         cache = self.make_cache()
         chunks = [
             SequenceChunk(tokens[:WINDOW], 0, [1], "all", state_slot=1),
@@ -107,7 +113,9 @@ FEEDS: dict[str, Callable[[_Runner, list[int]], Tensor]] = {
 
 @cache
 def hash_code() -> str:
-    """Return SHA-256 over the Python code that a proof depends on, and over the core's version."""
+    """Return SHA-256 over the Python code on which the comparison with transformers depends, and
+    over Tandem's version, which stands for the native core.
+    """
     digest = hashlib.sha256()
     for package in ("tandem.kernels", "tandem.models"):
         root = Path(str(resources.files(package)))
@@ -121,7 +129,9 @@ def hash_code() -> str:
 
 
 def find_key(config: Any) -> str:
-    """Return the key of a configuration's proof: a hash of everything that it depends on."""
+    """Return the key under which a configuration's proof (the comparison on a tiny model) is
+    stored: a hash of everything that its result depends on.
+    """
     import transformers
 
     parts = [hash_code(), transformers.__version__, type(config).__name__]
@@ -132,8 +142,8 @@ def find_key(config: Any) -> str:
 
 
 def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
-    """Try to prove that models of a configuration's class and switches run correctly; return the
-    result.
+    """Compare our operators with transformers on tiny models of a configuration's class and
+    switches; return the result.
 
     Args:
         config: transformers' configuration; any size.
@@ -243,8 +253,8 @@ def _check_true_heads(config: Any, seed: int, pool: ThreadPool) -> Check:
 
 
 def is_dynamic(config: Any) -> bool:
-    """Return True if RoPE angles depend on the sequence's length, so that eager must run token by
-    token.
+    """Return True if RoPE angles depend on the sequence's length, so that transformers' model must
+    run token by token to be comparable.
     """
     ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]

@@ -31,7 +31,8 @@ MAX_BYTES = 1 << 20
 def require_proof(
     path_or_id: str | Path, policy: ProofPolicy = "auto", root: Path = DEFAULT_ROOT
 ) -> Proof | None:
-    """Make sure that a checkpoint's architecture is proved, proving it if needed.
+    """Make sure that a checkpoint's architecture is proved: that our operators agree with
+    transformers on a tiny model of it; compare them now if needed.
 
     Args:
         path_or_id: as for ``open_checkpoint``; no weight is read.
@@ -67,7 +68,8 @@ def _is_proved_in_ci(model_type: str) -> bool:
 
 
 def find_proof(checkpoint: Checkpoint, root: Path | None = DEFAULT_ROOT) -> Proof:
-    """Return the proof of a checkpoint's configuration: a stored one, or a new one.
+    """Return the proof of a checkpoint's configuration (the result of comparing our operators with
+    transformers on a tiny model): a stored one, or a new one.
 
     Args:
         checkpoint: the opened checkpoint.
@@ -95,7 +97,9 @@ def _find_kept(checkpoint: Checkpoint, root: Path) -> Proof | None:
 
 
 def _read(path: Path, key: str) -> Proof | None:
-    """Return a stored proof; None if there is none that can be trusted."""
+    """Return the proof stored in a file, if it is the one of this key (a hash of configuration and
+    code); None if there is none that can be trusted.
+    """
     try:
         info = path.stat()
         if info.st_uid != os.getuid() or info.st_mode & 0o022 or info.st_size > MAX_BYTES:

@@ -8,7 +8,9 @@ __all__ = ["Check", "Flip", "Proof"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """The comparison for one way of feeding the tiny model."""
+    """One comparison of our tiny model's logits with transformers', for one way of feeding the
+    tokens (whole, in chunks, one by one).
+    """
 
     name: str
     excess: float
@@ -16,12 +18,14 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_ok(self) -> bool:
-        """True if every logit is within the bound."""
+        """True if no logit differs from the exact one by more than the error bound."""
         return self.excess <= 1.0
 
 
 class Flip(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of changing one configuration field on eager's side alone."""
+    """The result of changing one configuration field in transformers' eager model only: a field
+    whose change shows there must be one that our operators read.
+    """
 
     field: str
     change: str
@@ -35,7 +39,9 @@ class Flip(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a proof for one configuration."""
+    """The result of comparing our operators with transformers' eager code on a tiny model of one
+    configuration.
+    """
 
     key: str
     """SHA-256 over the code, transformers' version and the tiny configuration; empty: not
@@ -55,5 +61,7 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_proved(self) -> bool:
-        """True if models of this configuration may run."""
+        """True if models of this configuration may run, as no comparison on the tiny model
+        failed.
+        """
         return not self.problem

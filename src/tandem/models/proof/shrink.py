@@ -94,7 +94,9 @@ def shrink_config(config: Any, *, is_true_head: bool = False) -> Any:
 
 
 def _find_kinds(config: Any) -> set[object]:
-    """Return the kinds of a model's layers, by classes and switches, whatever their sizes."""
+    """Return the kinds of a model's layers: the classes of their modules and the switches of these,
+    whatever their sizes.
+    """
     key = (type(config), json.dumps(list_config_values(config), sort_keys=True))
     if key not in _KINDS:
         if len(_KINDS) >= MAX_KEPT_KINDS:
@@ -122,8 +124,8 @@ def _describe_layer(layer: nn.Module) -> object:
 
 
 def _describe(value: object) -> str:
-    """Return a switch's value; for a size, only that there is one; for other values an empty
-    string.
+    """Return what an attribute of a module adds to the kind of its layer: a switch's value; of a
+    size, only that there is one; of other values nothing.
     """
     if isinstance(value, (bool, str)):
         return repr(value)
@@ -373,7 +375,9 @@ def _shrink_rope(values: Values) -> None:
 
 
 def _shrink_scales(values: Values) -> None:
-    """Shrink windows, caps and limits to values that the tiny model reaches."""
+    """Shrink windows, caps and length limits in place, so that the tiny model's short sequence
+    reaches them.
+    """
     if isinstance(values.get("sliding_window"), int) and values["sliding_window"]:
         values["sliding_window"] = WINDOW
     if isinstance(values.get("attention_chunk_size"), int):

@@ -38,7 +38,9 @@ VECTOR_SPREAD = 0.3
 
 @dataclass(frozen=True)
 class Reference:
-    """Eager's results, exact and in float32, and the bound on float32's error."""
+    """The logits of transformers' eager model of a tiny configuration, exact and in float32, and
+    how far ours may differ from them.
+    """
 
     exact: NDArray[np.float64]
     """Exact logits [T, V], in float64."""
@@ -54,11 +56,15 @@ class Reference:
 
     @property
     def is_useful(self) -> bool:
-        """True if the model is well conditioned enough to tell bugs from rounding."""
+        """True if the tiny model is well conditioned enough to tell a wrong operator from
+        rounding.
+        """
         return self.eager_excess <= MAX_EAGER_EXCESS
 
     def find_excess(self, logits: Tensor) -> float:
-        """Return the largest error of a logit in units of the bound; NaN counts as infinite."""
+        """Return the largest error of a logit of ours, as a multiple of the allowed error; NaN
+        counts as infinite.
+        """
         off = np.abs(logits.double().numpy() - self.exact) / self.bound
         return float(np.max(off)) if np.isfinite(off).all() else float("inf")
 
@@ -78,7 +84,9 @@ def build_eager(config: Any) -> Any:
 
 
 def make_tiny(config: Any, seed: int) -> Any:
-    """Build eager's model of a tiny configuration with random parameters and stored buffers."""
+    """Build transformers' eager model of a tiny configuration, with random parameters and random
+    stored buffers.
+    """
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
@@ -121,7 +129,9 @@ def make_tokens(config: Any, seed: int) -> Tensor:
 
 
 def save_tiny(model: Any, folder: Path) -> None:
-    """Save a checkpoint with the tensor names of the family's hub checkpoints."""
+    """Save a tiny model as a checkpoint, with the tensor names that the family's checkpoints on the
+    hub have.
+    """
     from transformers.utils import logging as transformers_logging
 
     is_shown = transformers_logging.is_progress_bar_enabled()
@@ -138,7 +148,7 @@ def save_tiny(model: Any, folder: Path) -> None:
 
 @torch.inference_mode()
 def run_eager(model: Any, tokens: Tensor, *, is_stepwise: bool = False) -> Tensor:
-    """Run eager over a sequence; return logits [T, V].
+    """Run transformers' eager model over a sequence; return logits [T, V].
 
     ``is_stepwise``: True to run token by token, for a RoPE that depends on the sequence's length.
     """
@@ -154,13 +164,17 @@ def run_eager(model: Any, tokens: Tensor, *, is_stepwise: bool = False) -> Tenso
 
 
 def name_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Return the keyword argument that passes a cache to a transformers model; 5.24 renamed it."""
+    """Return the keyword argument that passes a cache object to a transformers model; release 5.24
+    renamed it.
+    """
     names = inspect.signature(type(model).forward).parameters
     return {"cache" if "cache" in names else "past_key_values": cache}
 
 
 def make_reference(model: Any, tokens: Tensor, *, is_stepwise: bool) -> Reference:
-    """Run eager in float32 and in float64; the model is left in float64."""
+    """Run transformers' eager model over the tokens in float32 and in float64, to compare ours
+    with; the model is left in float64.
+    """
     hidden: list[Tensor] = []
     rounded = run_eager(model, tokens, is_stepwise=is_stepwise)
     model.double()

@@ -130,7 +130,7 @@ class GgufSource:
             )
 
     def has(self, name: str) -> bool:
-        """Return True if the file holds all tensors of a weight."""
+        """Return True if the file holds all tensors that a weight is made from."""
         return name in self._recipes
 
     def find_storage(self, name: str) -> str:
@@ -155,7 +155,7 @@ class GgufSource:
             self._ledger.mark(tensor)
 
     def _decode(self, name: str, recipe: Recipe, parts: "list[_Stored]", out: Tensor) -> None:
-        """Decode a whole weight into ``out``."""
+        """Decode the tensors of a weight into ``out``, whole, by the operation of its recipe."""
         match recipe.how:
             case How.PLAIN:
                 _fill(name, parts, out)
@@ -258,7 +258,9 @@ class GgufSource:
         return cut_codes(name, matrix, shard, max(BLOCK_SIZES[part.kind][0] for part in parts))
 
     def skip(self, prefix: str) -> None:
-        """Mark the tensors of all weights under a prefix as used."""
+        """Mark the tensors of all weights whose names start with a prefix as used, so that they do
+        not count as left over after loading.
+        """
         for name, recipe in self._recipes.items():
             if name.startswith(prefix):
                 for tensor in recipe.tensors:
@@ -296,7 +298,9 @@ class GgufSource:
         return recipe
 
     def _unpermute(self, num_rows: int) -> NDArray[np.int64]:
-        """Return the file's row for each row of q or k."""
+        """Return the row in the file for each row of a q or k projection: llama.cpp stores rotated
+        pairs as neighbours, transformers as two halves of a head.
+        """
         architecture, metadata = self.files.architecture, self.files.metadata
         size = metadata.get(f"{architecture}.attention.key_length")
         if type(size) is not int:
@@ -324,7 +328,7 @@ class _Stored:
     raw: NDArray[np.uint8]
 
     def select(self, index: int) -> "_Stored":
-        """Return one entry of the first dimension, such as an expert."""
+        """Return one entry of the first dimension, such as an expert, not copied."""
         if not 0 <= index < self.shape[0]:
             what = f"expert {index} of {self.shape[0]}"
             raise NotFoundError("models.read_weights", what)
@@ -332,7 +336,7 @@ class _Stored:
         return _Stored(self.kind, self.shape[1:], self.raw[index * size : (index + 1) * size])
 
     def narrow(self, start: int, stop: int) -> "_Stored":
-        """Return a range of the first dimension."""
+        """Return the entries ``start`` to ``stop`` of the first dimension, not copied."""
         size = len(self.raw) // self.shape[0]
         shape = (stop - start, *self.shape[1:])
         return _Stored(self.kind, shape, self.raw[start * size : stop * size])
@@ -443,9 +447,8 @@ def _fill_rows(name: str, parts: list[_Stored], out: Tensor) -> None:
 
 
 def _require_order(name: str, recipe: Recipe, size: int) -> NDArray[np.int64]:
-    """Return the order of a recipe.
-
-    Raises: ShapeError (the order is for another number of rows).
+    """Return the order of rows or inputs in a recipe. Raises: ShapeError (the order is for another
+    number of them).
     """
     assert recipe.order is not None, name
     if len(recipe.order) != size:
@@ -455,7 +458,9 @@ def _require_order(name: str, recipe: Recipe, size: int) -> NDArray[np.int64]:
 
 
 def _find_blocks(recipe: Recipe, kind: str) -> NDArray[np.integer] | None:
-    """Return the file's block for each block of inputs; None if the order splits blocks."""
+    """Return which of the file's blocks of inputs each block of the weight's inputs is, by the
+    recipe's order; None if the order splits blocks.
+    """
     assert recipe.order is not None, recipe
     return find_whole_blocks(recipe.order, BLOCK_SIZES[kind][0])
 

@@ -75,7 +75,7 @@ def list_parts(path: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class GgufFiles:
-    """The headers of a model's file, or of all its parts."""
+    """The headers of a GGUF model: those of its file, or of all its parts."""
 
     metadata: Mapping[str, Value]
     """Metadata of the model, from its first file."""

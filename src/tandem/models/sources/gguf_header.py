@@ -108,7 +108,7 @@ Value = int | float | bool | str | list[str] | Numbers
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The place and the type of a tensor."""
+    """The place of a tensor in a GGUF file, its type and its shape."""
 
     name: str
     kind: str

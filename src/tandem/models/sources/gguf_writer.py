@@ -41,7 +41,7 @@ class PlannedTensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes in the file, without padding."""
+        """Bytes of the tensor in the file, without the padding behind it."""
         weights, size = BLOCK_SIZES[self.kind]
         return prod(self.shape) // weights * size
 

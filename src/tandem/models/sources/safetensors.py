@@ -339,7 +339,9 @@ class SafetensorsSource:
         return torch.frombuffer(data, dtype=dtype, count=count, offset=entry.begin).view(shape)
 
     def skip(self, prefix: str) -> None:
-        """Mark all tensors under a prefix as used."""
+        """Mark all tensors whose names start with a prefix as used, so that they do not count as
+        left over after loading.
+        """
         self._ledger.skip(prefix)
 
     def list_sizes(self) -> dict[str, int]:

@@ -56,10 +56,10 @@ def refuse_nan(name: str, kind: str) -> NoReturn:
 
 
 class Progress(Protocol):
-    """Callback for progress: bytes as stored, and the last item done."""
+    """Callback for progress while weights are read: bytes as stored, and the last item done."""
 
     def __call__(self, done_bytes: int, total_bytes: int, what: str, /) -> None:
-        """Report progress; called in the reading thread."""
+        """Report bytes done, bytes in all and the item just done; called in the reading thread."""
         ...
 
 
@@ -77,11 +77,11 @@ class TensorEntry:
 
 
 class StoredTensors(Protocol):
-    """Stored tensors that a codec reads, by the container's names."""
+    """A checkpoint's tensors as a codec reads them: stored bytes, by the names in the file."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """All tensors by name."""
+        """All tensors of the checkpoint as they are stored, by name."""
         ...
 
     def view(
@@ -167,7 +167,7 @@ class UseLedger:
         self.total_bytes = sum(entry.end - entry.begin for entry in entries.values())
 
     def mark(self, name: str) -> None:
-        """Note that a tensor is used; later calls change nothing."""
+        """Note that a tensor is used and report progress; later calls for it change nothing."""
         if name in self._used:
             return
         entry = self._entries[name]
@@ -177,13 +177,17 @@ class UseLedger:
             self._progress(self._done_bytes, self.total_bytes, name)
 
     def skip(self, prefix: str) -> None:
-        """Mark every tensor whose name starts with ``prefix`` as used."""
+        """Mark every tensor whose name starts with ``prefix`` as used, so that ``check`` does not
+        report it.
+        """
         for name in self._entries:
             if name.startswith(prefix):
                 self.mark(name)
 
     def check(self, harmless: Mapping[str, str]) -> dict[str, str]:
-        """Return the unused tensors with the reason why they are not needed, {name: why}."""
+        """Return the unused tensors with the reason why they are not needed, {name: why}. Raises:
+        ConfigError (an unused tensor that may be needed).
+        """
         unused: dict[str, str] = {}
         for name in sorted(self._entries.keys() - self._used):
             reasons = [why for p, why in self._unneeded.items() if re.search(p, name)]

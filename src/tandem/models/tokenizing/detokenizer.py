@@ -17,7 +17,7 @@ class Detokenizer(Protocol):
     """Incremental decoding of one sequence of token ids."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that is now certain."""
+        """Add tokens; return the new text that no later token can change, possibly none."""
         ...
 
     def flush(self) -> str:
@@ -51,7 +51,7 @@ class ByteDetokenizer:
                 self._decode(token_bytes(token_id))
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that is now certain."""
+        """Add tokens; return the text that no later token can change, possibly none."""
         skip, token_bytes = self._skip, self._token_bytes
         return self._decode(b"".join([token_bytes(i) for i in token_ids if i not in skip]))
 
@@ -92,7 +92,7 @@ class WindowDetokenizer:
         self._seen_text = decode(self._window) if self._window else ""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that is now certain."""
+        """Add tokens; return the text that no later token can change, possibly none."""
         self._window += [i for i in token_ids if i not in self._skip]
         if len(self._window) == self._num_read or self._is_byte(self._window[-1]):
             return ""

@@ -35,7 +35,7 @@ Matcher: TypeAlias = "llguidance.LLMatcher"
 
 
 def _load_library() -> Any:
-    """Import llguidance, which only grammars need."""
+    """Import llguidance on first use, which only requests with a grammar need."""
     try:
         import llguidance
     except ImportError as error:
@@ -55,7 +55,9 @@ def _find_limits() -> Any:
 
 
 class _Vocabulary:
-    """The fields of a vocabulary that ``llguidance.LLTokenizer`` reads."""
+    """A tokenizer in the form that ``llguidance.LLTokenizer`` reads: its tokens' bytes and special
+    ids.
+    """
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -30,7 +30,9 @@ NEVER = 1 << 62
 
 
 class Insertion(NamedTuple):
-    """An expert that gets a slot."""
+    """A decision to put an expert into a slot (a place in fast memory), and which expert it
+    evicts.
+    """
 
     expert_id: int
     evicted: int
@@ -38,7 +40,9 @@ class Insertion(NamedTuple):
 
 
 class CachePolicy(Protocol):
-    """Decision which experts hold the slots of one layer."""
+    """Decision which of a layer's routed experts hold its slots (places in fast memory); the caller
+    moves the weights.
+    """
 
     def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
         """Note that a step computes these experts; return those that get slots.
@@ -78,20 +82,24 @@ class LruPolicy:
         """Experts with slots, least recently used first."""
 
     def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """Note a step's experts as most recently used; return those that get slots."""
+        """Note the experts that a step computes as most recently used; return those to put into
+        slots, with the experts that they evict.
+        """
         for expert_id in expert_ids:
             if expert_id in self._held:
                 self._held.move_to_end(expert_id)
         return self._insert(expert_ids, max_insertions)
 
     def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """Return which of the experts expected in the next step get slots, and for which evicted
-        expert.
+        """Return which of the experts expected in the next step to put into slots, with the experts
+        that they evict.
         """
         return self._insert(expert_ids, max_insertions)
 
     def forget(self, expert_id: int) -> None:
-        """Note that an expert holds no slot any more."""
+        """Take note that an expert holds no slot after all, because its weights could not be
+        moved.
+        """
         self._held.pop(expert_id, None)
 
     def _insert(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
@@ -122,18 +130,22 @@ class _SlotPolicy(ABC):
         self._held: set[int] = set()
 
     def touch(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """Count a step's experts; return those that get slots."""
+        """Count the experts that a step computes; return those to put into slots, with the experts
+        that they evict.
+        """
         self._note_step(expert_ids)
         return self._insert(expert_ids, max_insertions)
 
     def guess(self, expert_ids: Sequence[int], max_insertions: int) -> list[Insertion]:
-        """Return which of the experts expected in the next step get slots, and for which evicted
-        expert.
+        """Return which of the experts expected in the next step to put into slots, with the experts
+        that they evict.
         """
         return self._insert(expert_ids, max_insertions)
 
     def forget(self, expert_id: int) -> None:
-        """Note that an expert holds no slot any more."""
+        """Take note that an expert holds no slot after all, because its weights could not be
+        moved.
+        """
         if expert_id in self._held:
             self._held.remove(expert_id)
             self._drop(expert_id)
@@ -160,23 +172,25 @@ class _SlotPolicy(ABC):
 
     @abstractmethod
     def _note_step(self, expert_ids: Sequence[int]) -> None:
-        """Count a step's uses, before experts are inserted."""
+        """Count the experts that a step computes, before any of them is given a slot."""
 
     def _admits(self, expert_id: int) -> bool:
-        """Return True if an expert may get a slot at all."""
+        """Return True if an expert may hold a slot at all; a policy may bar rarely used ones."""
         del expert_id
         return True
 
     @abstractmethod
     def _choose_victim(self, expert_id: int, wanted: set[int]) -> int:
-        """Return the expert to evict for ``expert_id``; -1: none."""
+        """Return the held expert to evict in favour of ``expert_id``; -1: none. ``wanted`` are the
+        experts of the step, which all policies but the oracle keep.
+        """
 
     def _take(self, expert_id: int) -> None:
-        """Note that an expert got a slot."""
+        """Take note that an expert now holds a slot; for a policy's own records."""
         del expert_id
 
     def _drop(self, expert_id: int) -> None:
-        """Note that an expert lost its slot."""
+        """Take note that an expert lost its slot; for a policy's own records."""
         del expert_id
 
 

@@ -43,15 +43,17 @@ class LaneSplit:
         self._lost_s = 0.0
 
     def choose(self, num_missed: int) -> int:
-        """Return how many of ``num_missed`` experts to upload."""
+        """Return how many of ``num_missed`` experts, which are not on the device, to upload; the
+        host computes the others.
+        """
         best = self._find_best(num_missed)
         if 0 < best < num_missed:
             return self._try_alone(num_missed, best)
         return self._try_idle(num_missed, best) if num_missed > 1 else best
 
     def note(self, num_host: int, host_s: float, num_uploaded: int, upload_s: float) -> None:
-        """Record the seconds that each lane took for its experts of a step, and update the
-        rates.
+        """Take the seconds that host and upload took for their experts of a step, and update the
+        rates that ``choose`` uses.
         """
         self._total_s += max(host_s, upload_s)
         self._host.note(num_host, host_s, is_alone=num_uploaded == 0)
@@ -65,7 +67,7 @@ class LaneSplit:
 
     def _try_alone(self, num_missed: int, best: int) -> int:
         """Return the best number of uploads or, from time to time, one that gives all experts to
-        one lane.
+        one lane (host or upload), to measure it alone.
         """
         is_uploading = 2 * best > num_missed
         small = num_missed - best if is_uploading else best
@@ -75,8 +77,8 @@ class LaneSplit:
         return num_missed if is_uploading else 0
 
     def _try_idle(self, num_missed: int, best: int) -> int:
-        """Return the number of uploads that gives all experts to one lane or, from time to time,
-        one expert to the other lane, to measure it.
+        """Return the number of uploads that gives all experts to one lane (host or upload) or, from
+        time to time, one expert to the other lane, to measure it.
         """
         idle = self._upload if best == 0 else self._host
         if idle.num_unused < TRIAL_STEPS:
@@ -89,7 +91,9 @@ class LaneSplit:
         return tried
 
     def _predict(self, num_missed: int, num_uploaded: int) -> float:
-        """Return the predicted seconds of a step with ``num_uploaded`` uploads."""
+        """Return the predicted seconds of a step in which ``num_uploaded`` of the missing experts
+        are uploaded.
+        """
         num_host = num_missed - num_uploaded
         if num_uploaded == 0:
             return num_host * self._host.alone_s
@@ -99,7 +103,8 @@ class LaneSplit:
 
 
 class _Lane:
-    """A lane's seconds per expert, alone and with the other lane running.
+    """The seconds per expert of a lane (computation by the host, or upload to the device), alone
+    and with the other lane running.
 
     Args:
         expert_s: planned seconds per expert.
@@ -114,7 +119,9 @@ class _Lane:
         """Number of steps that used both lanes since this lane was last used alone."""
 
     def note(self, count: int, seconds: float, *, is_alone: bool) -> None:
-        """Note a step's number of experts and the seconds that they took."""
+        """Update the seconds per expert from the number of experts that the lane computed in a step
+        and the time it took.
+        """
         if count == 0:
             self.num_unused += 1
             return

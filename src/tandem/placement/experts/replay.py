@@ -28,7 +28,9 @@ LayerChoices = Sequence[Sequence[int]]
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """Hit rates of one policy at one cache size."""
+    """The result of replaying a trace of chosen experts through one cache policy at one cache
+    size.
+    """
 
     policy: str
     capacity: int

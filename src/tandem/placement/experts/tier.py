@@ -45,7 +45,9 @@ class ExpertSizes(NamedTuple):
 
 
 class TierSizes(NamedTuple):
-    """Memory for experts that lie on disk."""
+    """The division of the memory for experts that lie on disk: slots, which keep experts, and
+    places of the staging area for others.
+    """
 
     num_slots: int
     """Slots in memory for each layer's experts."""
@@ -55,7 +57,9 @@ class TierSizes(NamedTuple):
 
 
 def count_slot_bytes(expert_bytes: int) -> int:
-    """Return the bytes of a place for an expert whose offset in the file is not aligned."""
+    """Return the bytes of a place in memory for an expert that is read in whole disk blocks: its
+    offset in the file need not be aligned.
+    """
     whole = -(-expert_bytes // ALIGNMENT) * ALIGNMENT
     return whole if whole == expert_bytes else whole + ALIGNMENT
 
@@ -106,7 +110,9 @@ def predict_missed_bytes(
 
 
 class GuessGate:
-    """Decision whether a layer's experts are read ahead, by how often its guesses were right."""
+    """Decision whether the experts that a layer is guessed to choose are read ahead, by how often
+    such guesses were right.
+    """
 
     def __init__(self) -> None:
         self.num_guessed = 0.0
@@ -114,12 +120,14 @@ class GuessGate:
         self.num_right = 0.0
 
     def note(self, guessed: Sequence[int], chosen: Sequence[int]) -> None:
-        """Compare a step's guesses with its choices, whether or not the guesses were read."""
+        """Count how many experts guessed for a step were chosen by the router, whether or not they
+        were read ahead.
+        """
         right = set(chosen)
         self.num_guessed = REMEMBERED * self.num_guessed + len(guessed)
         self.num_right = REMEMBERED * self.num_right + sum(e in right for e in guessed)
 
     @property
     def is_open(self) -> bool:
-        """True if experts should be read ahead."""
+        """True if a layer's experts should be read ahead, as guesses of them were often right."""
         return self.num_guessed >= MIN_GUESSES and self.num_right >= MIN_RIGHT * self.num_guessed

@@ -40,7 +40,7 @@ class CurveGate:
         return domain == ZAP_DOMAIN and self._auth.admits(key)
 
     def close(self) -> None:
-        """Stop answering. Admitted connections stay."""
+        """Stop answering whether keys may connect. Admitted connections stay."""
         self._pump.close()
         for task in self._tasks:
             task.cancel()

@@ -72,7 +72,9 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, array_like=True):
-    """The limits that the other side must respect."""
+    """The limits of one side that the other side must respect: message size, silence, unread
+    messages.
+    """
 
     max_message_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     lease_ms: Annotated[int, Meta(ge=20, lt=2**31)]
@@ -81,7 +83,9 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LaneOffer(msgspec.Struct, frozen=True, array_like=True):
-    """The lane on which a side takes calls beside the socket; see ``rpc.lane``."""
+    """The offer of a lane, a faster channel on which a side takes calls beside the socket; see
+    ``rpc.lane``.
+    """
 
     address: Annotated[str, Meta(max_length=1024)]
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
@@ -183,7 +187,9 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class LaneEnd(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """A message that the sender's lane is lost: calls that it has not delivered will not come."""
+    """A message that the sender's lane (its channel beside the socket) is lost: calls that it has
+    not delivered will not come.
+    """
 
 
 class _Opening(msgspec.Struct, frozen=True, array_like=True):

@@ -54,8 +54,8 @@ async def collect_timeline(context: ServerContext, record: RequestRecord) -> Req
 def _refine(
     context: ServerContext, record: RequestRecord, choice: ChoiceRecord, told: InstanceTimeline
 ) -> InstanceTimeline:
-    """Correct the reason of a prefix miss, if an earlier request with another KV identity shares
-    the prompt.
+    """Correct the reason why the reuse of a prompt's KV ended, if an earlier request with another
+    KV identity has the same beginning.
 
     An instance cannot see that, because it knows only KV of its own identity.
     """

@@ -44,7 +44,7 @@ class KeptResponse:
 
     @property
     def size_bytes(self) -> int:
-        """Estimated size in memory, bytes."""
+        """Estimated bytes that the response takes in memory."""
         return len(self.document) + len(self.messages) + _OVERHEAD_BYTES
 
     def list_messages(self) -> list[bytes]:
@@ -58,7 +58,7 @@ class KeptResponse:
 
 
 class _Conversation:
-    """All responses that descend from one first response."""
+    """All stored responses that descend from the same first response."""
 
     def __init__(self, owner: bytes) -> None:
         self.owner = owner
@@ -69,7 +69,7 @@ class _Conversation:
 
 
 class _Shelf:
-    """The conversations of one client."""
+    """The stored responses of one client, by id and by conversation."""
 
     def __init__(self) -> None:
         self.responses: dict[str, KeptResponse] = {}
@@ -201,7 +201,9 @@ class KeptResponses:
         return len(self._shelves)
 
     def _open(self, owner: bytes, now_s: float) -> _Shelf | None:
-        """Drop conversations that were unused too long; return the client's shelf, or None."""
+        """Drop conversations of all clients that were unused too long; return what is stored of
+        this client, or None.
+        """
         while self._conversations:
             oldest = next(iter(self._conversations))
             if now_s - oldest.used_s <= self._max_idle_s:

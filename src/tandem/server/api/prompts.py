@@ -173,7 +173,7 @@ class PromptEncoder:
 
     @property
     def call_form_name(self) -> str:
-        """Name of ``call_form``."""
+        """Name of ``call_form``, the format in which the model writes tool calls."""
         return next(name for name, form in FORMATS.items() if form is self.call_form)
 
     def encode(

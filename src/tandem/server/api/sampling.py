@@ -41,7 +41,9 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SamplingSource(Protocol):
-    """The request fields of sampling that have the same name in all dialects."""
+    """The request fields of sampling that have the same name in all dialects (the APIs that are
+    served).
+    """
 
     temperature: float | None
     top_p: float | None
@@ -154,11 +156,11 @@ def derive_seed(request_id: str, index: int) -> int:
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """Return the seed of the choice with index ``choice``: for the first, the request's own.
+    """Return the seed of the choice (generation) with index ``choice``: for the first, the
+    request's own; None without one.
 
     The others are mixed with the index, so that requests with neighbouring seeds do not get equal
-    answers.
-    Source: the finaliser of SplitMix64, Steele et al., OOPSLA 2014.
+    answers. Source: the finaliser of SplitMix64, Steele et al., OOPSLA 2014.
     """
     if seed is None or choice == 0:
         return seed

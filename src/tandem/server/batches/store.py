@@ -128,7 +128,7 @@ class BatchStore:
             self._num_bytes += num_bytes
 
     def find_file(self, owner: str, file_id: str) -> FileObject:
-        """Return the record of a key's file. Raises: NotFoundError."""
+        """Return the record of a file that belongs to a key. Raises: NotFoundError."""
         with self._lock:
             kept = self._files.get(file_id)
             if kept is None or kept.owner != owner:
@@ -137,13 +137,13 @@ class BatchStore:
             return kept.file
 
     def list_files(self, owner: str) -> list[FileObject]:
-        """Return the records of a key's files, newest first."""
+        """Return the records of the files that belong to a key, newest first."""
         with self._lock:
             found = [kept.file for kept in self._files.values() if kept.owner == owner]
         return sorted(found, key=lambda file: (-file.created_at, file.id))
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Delete a key's file. Raises: NotFoundError."""
+        """Delete a file that belongs to a key. Raises: NotFoundError."""
         with self._lock:
             file = self.find_file(owner, file_id)
             del self._files[file_id]
@@ -153,7 +153,7 @@ class BatchStore:
             path.unlink(missing_ok=True)
 
     def find_path(self, file_id: str) -> Path:
-        """Return the path of a file's content."""
+        """Return the path of the content of a stored file."""
         return self._files_folder / file_id
 
     def read_lines(self, file_id: str, max_line_bytes: int) -> Iterator[bytes]:
@@ -211,7 +211,7 @@ class BatchStore:
             self._batches[kept.batch.id] = kept
 
     def find_batch(self, owner: str, batch_id: str) -> KeptBatch:
-        """Return a key's batch. Raises: NotFoundError."""
+        """Return a batch that belongs to a key. Raises: NotFoundError."""
         with self._lock:
             kept = self._batches.get(batch_id)
             if kept is None or kept.owner != owner:
@@ -220,7 +220,7 @@ class BatchStore:
             return kept
 
     def list_batches(self, owner: str | None = None) -> list[KeptBatch]:
-        """Return the batches of a key, or of all keys; newest first."""
+        """Return the batches that belong to a key, or to all keys; newest first."""
         with self._lock:
             found = [k for k in self._batches.values() if owner is None or k.owner == owner]
         return sorted(found, key=lambda kept: (-kept.batch.created_at, kept.batch.id))

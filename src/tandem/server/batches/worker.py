@@ -102,7 +102,7 @@ class _Custom(msgspec.Struct):
 
 
 class BatchWorker:
-    """The worker that runs the batches of a store.
+    """The worker that answers the requests of the batches in a store of batches.
 
     Args:
         store: files and batches.
@@ -153,8 +153,8 @@ class BatchWorker:
         self.notify()
 
     async def _put(self, kept: KeptBatch) -> None:
-        """Store the state of a batch; if the disk is full, in memory only, so that other batches go
-        on.
+        """Store the state of a batch. If the disk is full, it is kept in memory only, so that other
+        batches go on.
         """
         try:
             await asyncio.to_thread(self.store.put_batch, kept)
@@ -279,7 +279,9 @@ class BatchWorker:
         self.store.put_batch(kept)
 
     def _read_done(self, kept: KeptBatch) -> set[str]:
-        """Return the ids of requests that are answered already, and count them."""
+        """Return the ids of a batch's requests that are answered already, and count them in its
+        state.
+        """
         counts = kept.batch.request_counts
         found: list[list[str]] = []
         for file_id in (kept.batch.output_file_id, kept.batch.error_file_id):
@@ -353,7 +355,7 @@ def _fail(kept: KeptBatch, errors: list[BatchError]) -> None:
 def _make_sender(
     find_handler: Callable[[str], Callable[[Request], Awaitable[Response]]],
 ) -> Callable[[str, bytes], Awaitable[BatchAnswer]]:
-    """Return a function that answers a batch's request by the handlers of the API.
+    """Return a function that answers one request of a batch by the handlers of the API.
 
     Args:
         find_handler: returns the handler of a path, which turns errors into answers.

@@ -63,7 +63,7 @@ _ERROR_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Caching:
-    """The last ``cache_control`` of a request."""
+    """The wish of a request's last ``cache_control``, and the prompt before it."""
 
     num_tokens: int = 0
     """Number of prompt tokens before it."""
@@ -77,7 +77,9 @@ class _Caching:
         return 3600.0 if self.control.ttl == "1h" else 300.0
 
     def count_usage(self, generation: Generation, num_tokens: int) -> AnthropicUsage:
-        """Return the usage of a generation that has written ``num_tokens`` tokens."""
+        """Return the usage (token counts) of a generation that has written ``num_tokens``
+        tokens.
+        """
         read = generation.cached_len
         created = max(self.num_tokens - read, 0)
         usage = AnthropicUsage(
@@ -111,11 +113,11 @@ class _Answer:
     is_cumulative: bool = field(init=False, default=False)
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """Return about how many bytes of the answer a piece takes."""
+        """Return about how many bytes of the answer a piece (new output of a generation) takes."""
         return piece.size_bytes
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """Add a piece to an answer that is sent as a whole."""
+        """Add a piece (new output of a generation) to an answer that is sent as a whole."""
         for delta in piece.deltas:
             last = self.blocks[-1] if self.blocks else None
             match delta:
@@ -146,7 +148,7 @@ class _Answer:
         return self._make_message(generation, self.blocks, generation.num_tokens)
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """Return the encoded stream events of a piece."""
+        """Return the encoded stream events for a piece (new output of a generation)."""
         events: list[bytes] = []
         if not self.has_begun:
             self.has_begun = True
@@ -213,7 +215,7 @@ class _Answer:
         return [*events, _frame("content_block_stop", index=index)]
 
     def _find_reason(self, generation: Generation) -> tuple[str, str | None]:
-        """Return Anthropic's stop reason, and the stop sequence that was found, if any."""
+        """Return Anthropic's stop reason, and the stop sequence that was found (None: none was)."""
         reason = generation.finish_reason or "stop"
         if reason == "stop" and isinstance(generation.stop_reason, str):
             return "stop_sequence", generation.stop_reason
@@ -278,7 +280,9 @@ def _plan(context: ServerContext, request: MessagesRequest) -> Task:
 
 
 def _translate(request: CountRequest) -> oai.ChatRequest:
-    """Return the equivalent request of chat completions."""
+    """Return the request of chat completions that is equivalent to one of Anthropic's messages
+    API.
+    """
     messages: list[oai.InputMessage] = []
     system = _read_system(request.system)
     if system:

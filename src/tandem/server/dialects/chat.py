@@ -69,7 +69,7 @@ class _Answer(OpenAIAnswer[ChatRequest]):
     """By choice: number of tool calls that have begun."""
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """Add a piece to an answer that is sent as a whole."""
+        """Add a piece (new output of a generation) to an answer that is sent as a whole."""
         choice = self.choices[generation.index]
         for delta in piece.deltas:
             _add_delta(choice.message, delta)
@@ -93,7 +93,7 @@ class _Answer(OpenAIAnswer[ChatRequest]):
         return answer
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """Return the encoded stream events of a piece."""
+        """Return the encoded stream events for a piece (new output of a generation)."""
         chunks: list[ChatChunk] = []
         if not self.has_role[generation.index]:
             self.has_role[generation.index] = True

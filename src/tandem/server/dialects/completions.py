@@ -54,14 +54,14 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
     has_begun: list[bool]
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """Return about how many bytes of the answer a piece takes."""
+        """Return about how many bytes of the answer a piece (new output of a generation) takes."""
         size = OpenAIAnswer.measure(self, generation, piece)
         if self.echoes is not None and not self.has_begun[generation.index]:
             size += len(self.echoes[generation.index // self.n])
         return size
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """Add a piece to an answer that is sent as a whole."""
+        """Add a piece (new output of a generation) to an answer that is sent as a whole."""
         more = self._make_choice(generation, piece)
         choice = self.choices[generation.index]
         choice.text += more.text
@@ -76,7 +76,7 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
         return self.make(Completion, self.choices, usage=count_usage(generations, self.n))
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """Return the encoded stream events of a piece."""
+        """Return the encoded stream events for a piece (new output of a generation)."""
         chunk = self.make(Completion, [self._make_choice(generation, piece)])
         return self.encode_chunks(generation, piece, [chunk])
 

@@ -30,7 +30,7 @@ _CHOICE_BYTES = 128
 
 
 class Body(Protocol):
-    """The fields of a body that are read before it is planned."""
+    """The fields of a request's body that are needed before it is planned (see ``Task``)."""
 
     timeout: float | None
     """Time limit in seconds that the client sets; None: the server's."""
@@ -50,11 +50,11 @@ class Renderer(Protocol):
     """True if each event holds the whole text so far."""
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """Return about how many bytes of the answer a piece takes."""
+        """Return about how many bytes of the answer a piece (new output of a generation) takes."""
         ...
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """Add a piece to an answer that is sent as a whole."""
+        """Add a piece (new output of a generation) to an answer that is sent as a whole."""
         ...
 
     def make_document(self, generations: Sequence[Generation]) -> object:
@@ -62,7 +62,7 @@ class Renderer(Protocol):
         ...
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """Return the encoded stream events of a piece."""
+        """Return the encoded stream events for a piece (new output of a generation)."""
         ...
 
     def end_events(self, generations: Sequence[Generation]) -> list[bytes]:
@@ -72,7 +72,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The generations that a request asks for, with the renderer of its answer."""
+    """The work that a request asks for: the generations to run, and the renderer of the answer."""
 
     plans: list[ChoicePlan]
     """Generations to run; empty if the renderer's document without generations is the answer."""
@@ -85,7 +85,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[R]):
-    """One API of generation.
+    """One API of generation: how its bodies are read, and its answers and errors written.
 
     Args:
         decoder: decoder of the body.
@@ -110,7 +110,9 @@ class Dialect(Generic[R]):
         return await self.run(context, http, task, origin)
 
     async def prepare(self, context: ServerContext, http: Request) -> tuple[Task, Origin]:
-        """Read a request and plan it, without running anything."""
+        """Read a request and return its task (the generations to run), with where it came from;
+        nothing runs yet.
+        """
         http.state.write_error = self.write_error
         origin = context.note_arrival(http)
         request = await context.read_request(http, self.decoder, self.refused)
@@ -120,7 +122,7 @@ class Dialect(Generic[R]):
     async def run(
         self, context: ServerContext, http: Request, task: Task, origin: Origin
     ) -> Response:
-        """Run a planned task and answer its client, whole or as a stream."""
+        """Run the task of a request and answer its client, whole or as a stream."""
         if not task.plans:
             return Response(_encode(task.renderer.make_document([])), media_type="application/json")
         group = await context.start(task.plans, task.options, origin, http.receive)

@@ -68,7 +68,7 @@ _REFUSED = {
 
 
 class _Parts:
-    """The parts (text, reasoning, tool calls) of an answer or of one event."""
+    """The text, reasoning and tool calls of an answer, or of one event of it."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -94,11 +94,11 @@ class _Answer:
     is_cumulative: bool = field(init=False, default=False)
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """Return about how many bytes of the answer a piece takes."""
+        """Return about how many bytes of the answer a piece (new output of a generation) takes."""
         return piece.size_bytes
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """Add a piece to an answer that is sent as a whole."""
+        """Add a piece (new output of a generation) to an answer that is sent as a whole."""
         self._take(self.parts, piece)
         self.logprobs += self._read_logprobs(piece)
 
@@ -116,7 +116,7 @@ class _Answer:
         return self._end(self._make(self.parts, self.logprobs), generation, reason)
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """Return the encoded stream events of a piece."""
+        """Return the encoded stream events for a piece (new output of a generation)."""
         parts = _Parts()
         self._take(parts, piece)
         logprobs = self._read_logprobs(piece)
@@ -321,7 +321,7 @@ def _num_logprobs(request: OllamaRequest) -> int | None:
 def _translate(
     request: OllamaRequest, model: ServedModel, messages: list[oai.InputMessage]
 ) -> oai.ChatRequest:
-    """Return the equivalent request of chat completions."""
+    """Return the request of chat completions that is equivalent to one of Ollama's API."""
     options = request.options or OllamaOptions()
     for name, neutral in (("mirostat", 0), ("typical_p", 1.0), ("tfs_z", 1.0)):
         if getattr(options, name) not in (None, neutral):

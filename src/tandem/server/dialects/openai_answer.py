@@ -45,7 +45,7 @@ class OpenAIAnswer(Generic[R]):
 
     @property
     def n(self) -> int:
-        """Number of choices for each prompt."""
+        """Number of choices (generations) for each prompt."""
         return self.request.n if self.request.n is not None else 1
 
     def make(self, kind: Callable[..., T], choices: list[Any], **more: object) -> T:
@@ -62,7 +62,7 @@ class OpenAIAnswer(Generic[R]):
         )
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """Return about how many bytes of the answer a piece takes."""
+        """Return about how many bytes of the answer a piece (new output of a generation) takes."""
         size = piece.size_bytes
         # The first piece also carries the log-probabilities of the prompt.
         if piece.num_tokens <= len(piece.token_ids):
@@ -72,8 +72,8 @@ class OpenAIAnswer(Generic[R]):
     def encode_chunks(
         self, generation: Generation, piece: Piece, chunks: Sequence[Chunk]
     ) -> list[bytes]:
-        """Return the chunks of a piece as encoded events; the last one carries the usage, if asked
-        for.
+        """Return the chunks for a piece (new output of a generation) as encoded events; the last
+        one carries the usage, if asked for.
         """
         options = self.request.stream_options
         if options is not None and options.continuous_usage_stats is True:

@@ -27,7 +27,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """A factory of parsers, and the special tokens that the parsers must see as text."""
+    """A factory of parsers of an answer's text, and the special tokens that the parsers must see as
+    text.
+    """
 
     make_parser: Callable[[], OutputParser]
     shown_ids: frozenset[int]
@@ -46,7 +48,8 @@ def make_call_id() -> str:
 def plan_parsing(
     encoder: PromptEncoder, prompt: str, tools: Sequence[Tool], *, splits_reasoning: bool
 ) -> Parsing | None:
-    """Return the parsing that answers to a prompt need; None if all their text is the answer.
+    """Return how answers to a prompt are split into text, reasoning and tool calls; None if all of
+    it is text.
 
     Args:
         encoder: has the format in which the model writes.
@@ -74,7 +77,7 @@ def plan_parsing(
 def plan_grammar(
     context: ServerContext, request: ChatRequest, prompt: str, tools: Sequence[Tool]
 ) -> str:
-    """Return the grammar of the answers to a prompt; empty if they are free.
+    """Return the grammar that answers to a prompt must match; empty if they are free.
 
     Args:
         context: context of the server, which checks that the grammar compiles.

@@ -61,7 +61,7 @@ _raw_list = msgspec.json.Decoder(list[Raw])
 
 @dataclass(slots=True)
 class _Progress:
-    """The output of one choice so far."""
+    """The output so far of one choice (generation) of a request."""
 
     rid: str
     wants_logprobs: bool
@@ -86,14 +86,14 @@ class _Answer:
     is_cumulative: bool = True
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """Return about how many bytes of the answer a piece takes."""
+        """Return about how many bytes of the answer a piece (new output of a generation) takes."""
         size = piece.size_bytes
         if not self.progress[generation.index].ids:
             size += measure_prompt_logprobs(generation.prompt_logprobs)
         return size
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """Add a piece to an answer that is sent as a whole."""
+        """Add a piece (new output of a generation) to an answer that is sent as a whole."""
         state = self.progress[generation.index]
         state.text += piece.text
         state.ids += piece.token_ids
@@ -109,7 +109,7 @@ class _Answer:
         return responses if self.is_list or len(responses) > 1 else responses[0]
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """Return the encoded stream events of a piece."""
+        """Return the encoded stream events for a piece (new output of a generation)."""
         self.add(generation, piece)
         response = _make_response(self.context, generation, self.progress[generation.index])
         response.index = generation.index
@@ -126,7 +126,7 @@ async def answer_generate(context: ServerContext, http: Request) -> Response:
 
 
 def _plan_request(context: ServerContext, request: GenerateRequest) -> Task:
-    """Return the generations and the renderer for a request."""
+    """Return the task of a request: its generations, and the renderer of its answer."""
     model = _find_model(context, request)
     prompt_field, prompts, is_list = _read_prompts(context, request)
     samplings = _per_prompt(request.sampling_params, len(prompts), "sampling_params")

@@ -35,7 +35,7 @@ def count_usage(generations: Sequence[Generation], n: int = 1) -> Usage:
 
 
 def count_piece_usage(generation: Generation, piece: Piece) -> Usage:
-    """Return the token counts of one generation up to a piece."""
+    """Return the token counts of one generation up to a piece (new output) of it."""
     return _make_usage([generation], piece.num_tokens)
 
 

@@ -108,7 +108,7 @@ def _is_known(presented: bytes, digests: Sequence[bytes]) -> bool:
 
 
 def identify_owner(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return a digest of a request's key, which has been checked already."""
+    """Return a digest of the API key of a request, which was let in; it stands for the client."""
     return _digest(_bearer_token(headers) or b"")
 
 

@@ -94,11 +94,11 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_chunk_header(self) -> None:
-        """Reset the count of bytes, because a chunk of a body begins."""
+        """Reset the count of bytes of head or trailers, because a chunk of a body begins."""
         self._kept_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """Take a piece of a body, and reset the count of bytes."""
+        """Take a piece of a body, and reset the count of bytes of head or trailers."""
         self._kept_bytes = 0
         super().on_body(body)
 

@@ -27,7 +27,7 @@ would otherwise see a broken connection instead of the answer."""
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection; no answer can be sent."""
+    """The client has closed the connection, so that no answer can be sent."""
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes:

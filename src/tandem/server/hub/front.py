@@ -109,7 +109,9 @@ class ModelFront(Starlette):
 
 
 def _find_name(body: bytes) -> str | None:
-    """Return the model's name in a body; None if it has none or is not a JSON object."""
+    """Return the name of a model that a body asks for; None if it names none or is not a JSON
+    object.
+    """
     try:
         named = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

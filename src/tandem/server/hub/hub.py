@@ -42,7 +42,7 @@ class SleepingEngine(EngineClient, Protocol):
         ...
 
     async def evict(self) -> None:
-        """Give up the preparations of ``sleep`` for a fast start."""
+        """Give up what ``sleep`` has prepared for a fast start, and its memory."""
         ...
 
     async def wake(self) -> InstanceInfo:
@@ -52,7 +52,7 @@ class SleepingEngine(EngineClient, Protocol):
 
 @dataclass(slots=True, eq=False)
 class HostedModel:
-    """One model of a hub, with its application and state."""
+    """One model of a hub, with its HTTP application and its state (asleep, awake, ...)."""
 
     name: str
     app: Starlette
@@ -67,7 +67,7 @@ class HostedModel:
     """Event that is set, and replaced by a new one, whenever the state changes."""
 
     def enter(self, state: State) -> None:
-        """Change the state, and wake tasks that wait for a change."""
+        """Change the model's state, and wake the tasks that wait for a change."""
         logger.info("event=model_state model=%s state=%s", self.name, state)
         self.state = state
         changed, self.changed = self.changed, asyncio.Event()
@@ -80,7 +80,7 @@ class HostedModel:
 
 
 class ModelHub:
-    """The models behind one address.
+    """The models behind one address, of which those that do not fit in memory together sleep.
 
     Args:
         models: models by name; not owned.
@@ -96,7 +96,9 @@ class ModelHub:
         """Tasks that wake a model or wait for their turn, by the model's name."""
 
     def make_loader(self, name: str) -> Callable[[], Awaitable[None]]:
-        """Return a function that loads a model if it never was, so that requests can be checked."""
+        """Return a function that loads a model if it was never loaded, so that its requests can be
+        checked.
+        """
 
         async def load() -> None:
             if self.find(name).state in ("new", "waking") and self.find(name).engine.info is None:
@@ -105,8 +107,8 @@ class ModelHub:
         return load
 
     def make_gate(self, name: str) -> "partial[AbstractAsyncContextManager[None]]":
-        """Return the gate that a model's requests pass before they are submitted; see
-        ``ClusterClient.gate``.
+        """Return the gate that a model's requests pass before they are submitted: a context that
+        keeps the model awake. See ``ClusterClient.gate``.
         """
         return partial(self.use, name)
 
@@ -157,7 +159,7 @@ class ModelHub:
             task.exception()
 
     async def close(self) -> None:
-        """Cancel wakes in progress."""
+        """Cancel the wakes (starts of sleeping models) in progress."""
         tasks = list(self._wakes.values())
         for task in tasks:
             task.cancel()
@@ -211,7 +213,8 @@ class ModelHub:
     async def _sleep(self, model: HostedModel) -> None:
         if model.state != "awake":
             return
-        # In the state "draining" new requests for the model wait at the gate.
+        # In the state "draining" new requests for the model wait in ``use`` until it is awake
+        # again.
         model.enter("draining")
         while model.num_entering:
             await asyncio.sleep(0.01)
@@ -220,5 +223,5 @@ class ModelHub:
         model.enter("asleep")
 
     def pin(self, name: str, *, is_pinned: bool) -> None:
-        """Set if a model must not be put to sleep to make room for another."""
+        """Set whether a model must not be put to sleep to make room for another."""
         self.find(name).is_pinned = is_pinned

@@ -57,7 +57,7 @@ class Residency:
         self._needs[name] = max(self._needs[name], need)
 
     def note_use(self, name: str) -> None:
-        """Record that a request asked for a model."""
+        """Record that a request asked for a model, which makes it the most recently used."""
         if name in self._awake:
             del self._awake[name]
             self._awake[name] = None

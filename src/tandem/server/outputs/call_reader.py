@@ -40,13 +40,15 @@ class CallReader:
         self._emit = emit
 
     def start(self, name: str, call_id: str | None = None) -> None:
-        """Begin a call; the text read so far need not be restored any more."""
+        """Emit the beginning of a call. Text read so far is now certain to belong to a call, and
+        not kept for treatment as text.
+        """
         self.source.recall()
         self._emit(CallStart(self.num_calls, name, call_id))
         self.num_calls += 1
 
     def add(self, text: str) -> None:
-        """Append text to the arguments of the call that began last."""
+        """Emit text as a further part of the arguments of the call that began last."""
         if text:
             self._emit(ArgumentsDelta(self.num_calls - 1, text))
 
@@ -89,7 +91,9 @@ def read_json_call(
 
 
 def _emit_object(reader: CallReader, text: str, length: int, *, only_known: bool) -> bool:
-    """Read a whole object whose members are in another order; return False if it is no call."""
+    """Read a whole call whose JSON members are in another order than usual, and emit it; return
+    False if it is no call.
+    """
     try:
         call = json.loads(text)
     except ValueError:
@@ -139,7 +143,7 @@ def read_value(reader: CallReader, ends: Sequence[str] = ()) -> Reading[None]:
 
 
 def _skip_members(source: TextSource, ends: Sequence[str]) -> Reading[None]:
-    """Skip the remaining members of an object after a value that was read."""
+    """Skip the remaining members of a JSON object after a value that was read."""
     scan = _Scan(ends, depth=1)
     while (end := scan.find_end(source.text)) is None and not source.is_ended:
         yield

@@ -52,7 +52,7 @@ Delta = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta
 
 
 class OutputParser(Protocol):
-    """A parser of one generation's text."""
+    """A parser that splits the text of one generation into answer, reasoning and tool calls."""
 
     def feed(self, text: str) -> list[Delta]:
         """Add text; return the parts of the answer that are now certain."""
@@ -64,7 +64,9 @@ class OutputParser(Protocol):
 
 
 def join_deltas(deltas: Sequence[Delta]) -> list[Delta]:
-    """Return deltas with neighbours of one kind joined and empty ones left out."""
+    """Return deltas (parts of an answer) with neighbours of one kind joined and empty ones left
+    out.
+    """
     joined: list[Delta] = []
     for delta in deltas:
         last = joined[-1] if joined else None

@@ -48,7 +48,7 @@ class OutputFormat:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All texts with a meaning in this format, some of which are special tokens."""
+        """All texts with a meaning in this format (marks), some of which are special tokens."""
         return (*(self.think or ()), *(self.calls or ()), *self.skipped, *self.inner)
 
 
@@ -100,7 +100,9 @@ def _read_qwen_function(reader: CallReader) -> Reading[bool]:
 def _read_invoke(
     reader: CallReader, name_end: str, marks: ParameterMarks, close: str
 ) -> Reading[bool]:
-    """Read the name of a call and its parameters."""
+    """Read the name of a call, up to ``name_end``, and its parameters; return False if no name is
+    there.
+    """
     name, mark = yield from reader.source.collect_until((name_end, "\n", close))
     if mark != name_end or not name.strip():
         return False
@@ -187,7 +189,9 @@ def _read_headed(reader: CallReader, head_end: str, close: str) -> Reading[bool]
 
 
 def _pass_rest(reader: CallReader, close: str, dropped: str = " ") -> Reading[None]:
-    """Append the text between the arguments and the end of a call, except white space."""
+    """Append the text between a call's arguments and its closing mark to the arguments, without
+    white space.
+    """
     rest, mark = yield from reader.source.collect_until((close,))
     rest = rest.strip()
     if mark is None and close.startswith(rest):
@@ -225,7 +229,9 @@ def _read_mistral(reader: CallReader) -> Reading[bool]:
 
 
 def _read_llama(reader: CallReader) -> Reading[bool]:
-    """Read JSON calls separated by semicolons."""
+    """Read JSON calls separated by semicolons, as Llama writes them; return False if there is
+    none.
+    """
     if not (yield from read_json_call(reader)):
         return False
     yield from read_more_llama(reader)

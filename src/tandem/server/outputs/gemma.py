@@ -38,7 +38,9 @@ def read_gemma_call(reader: CallReader) -> Reading[bool]:
 
 
 def _collect(reader: CallReader) -> Reading[tuple[str, str | None]]:
-    """Read the text before the mark that ends the call; marks inside quotes do not end it."""
+    """Read the text before the mark that ends the call, and that mark; marks inside quotes do not
+    end it. The mark is None if the text ended before one.
+    """
     parts: list[str] = []
     while True:
         mark = yield from reader.source.read_until((_QUOTE, _CLOSE), parts.append)
@@ -53,7 +55,9 @@ def _collect(reader: CallReader) -> Reading[tuple[str, str | None]]:
 
 
 class _Value:
-    """A parser of one value. Raises ValueError or IndexError if the text is not one."""
+    """A parser of one value in a call's arguments. Raises ValueError or IndexError if the text is
+    not one.
+    """
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -98,7 +98,9 @@ def _read_other(reader: CallReader, marks: ParameterMarks, kinds: set[str]) -> R
 
 
 def _convert(written: str, kinds: set[str], marks: ParameterMarks) -> Any:
-    """Return the value that a text represents, by the types that the schema allows."""
+    """Return the value that an argument's text represents, by the types that the tool's schema
+    allows.
+    """
     text = written
     if marks.is_on_lines:
         text = text.removeprefix("\n").removesuffix("\n")

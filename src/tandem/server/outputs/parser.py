@@ -16,7 +16,7 @@ _RECIPIENT = re.compile(r"to=(?P<name>[^\s<]+)")
 
 
 class _Passage:
-    """Text of one kind, from which white space next to marks is dropped."""
+    """Text of one kind (answer or reasoning), from which white space next to marks is dropped."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
@@ -38,7 +38,9 @@ class _Passage:
             self._emit(kept)
 
     def cut(self) -> None:
-        """Drop the white space that was held back, because a mark follows."""
+        """Drop the white space that was held back, because a mark of the format follows the
+        text.
+        """
         self._held = ""
         self._is_at_mark = True
 
@@ -154,7 +156,7 @@ class FormatParser:
             self._take_left(self._text)
 
     def _take_left(self, passage: _Passage) -> None:
-        """Treat text that was read and is no call as text of the passage."""
+        """Treat text that was read as a call, and turned out to be none, as text of the passage."""
         text = self._source.recall() + self._reader.left
         self._reader.left = ""
         passage.add(text)

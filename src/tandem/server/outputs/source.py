@@ -26,7 +26,7 @@ class TextSource:
         self._record: str | None = None
 
     def push(self, text: str) -> None:
-        """Add text at the end."""
+        """Add text that has arrived at the end."""
         self.text += text
 
     def end(self) -> None:
@@ -41,7 +41,7 @@ class TextSource:
         return taken
 
     def give_back(self, text: str) -> None:
-        """Undo the reading of ``text``, which was read last."""
+        """Undo the reading of ``text``, the part that was read last, so that it is read again."""
         self.text = text + self.text
         if self._record is not None:
             self._record = self._record.removesuffix(text)
@@ -53,7 +53,7 @@ class TextSource:
         self._record = already
 
     def recall(self) -> str:
-        """Return what was read since ``record``, and stop recording."""
+        """Return what was read since ``record`` was called, and stop recording."""
         recorded, self._record = self._record, None
         return recorded if recorded is not None else ""
 
@@ -75,8 +75,8 @@ class TextSource:
             yield
 
     def starts_with(self, mark: str) -> Reading[bool]:
-        """Wait until it is certain if the text goes on with ``mark``, and return that; reads
-        nothing.
+        """Wait until it is certain whether the text goes on with ``mark``, and return that; nothing
+        is read.
         """
         while len(self.text) < len(mark) and mark.startswith(self.text):
             if self.is_ended:
@@ -87,7 +87,8 @@ class TextSource:
     def read_until(
         self, marks: Sequence[str], emit: Callable[[str], None] | None = None
     ) -> Reading[str | None]:
-        """Read the text before the first of ``marks``, and that mark.
+        """Read the text before the first of ``marks`` (texts such as the end of a call), and that
+        mark.
 
         Args:
             marks: marks to look for; none may begin with another.
@@ -112,7 +113,9 @@ class TextSource:
             yield
 
     def collect_until(self, marks: Sequence[str]) -> Reading[tuple[str, str | None]]:
-        """Read the text before the first of ``marks``, and that mark; return both."""
+        """Read the text before the first of ``marks`` (texts such as the end of a call), and that
+        mark; return both. The mark is None if the text ended before one.
+        """
         parts: list[str] = []
         mark = yield from self.read_until(marks, parts.append)
         return "".join(parts), mark

@@ -181,7 +181,7 @@ def write_calls(
 
 
 class _Rules:
-    """A collector of the rules of a grammar."""
+    """A collector of the rules (in Lark) of a grammar whose texts are tool calls."""
 
     def __init__(self, written: WrittenCalls, literal: Literal, trigger: str) -> None:
         self._written = written
@@ -195,17 +195,18 @@ class _Rules:
             self.lines.append(f"free: FREE {mark}" if is_token else f"free[lazy]: FREE {mark}")
 
     def open(self, text: str) -> str:
-        """Return the literal of a text, without the trigger at its beginning, which the grammar has
-        already.
+        """Return the literal of a text, without the trigger (the mark that begins calls) at its
+        beginning, which the grammar has already.
         """
         return self._literal(text.removeprefix(self._trigger) if self._trigger else text)
 
     def add_call(self, name: str, schema: Mapping[str, Any]) -> str:
-        """Add the rule of a call; return its name."""
+        """Add the rule for calls of one tool; return the rule's name."""
         written = self._written
         head = written.head.replace("{name}", name)
         before, has_index, after = head.partition("{index}")
-        # The trigger is the section's opening mark, or the call's own if the format has no section.
+        # The trigger (the mark from which on the grammar demands calls) is the mark before all
+        # calls or, if the format has none, the mark before each call.
         parts = [self._literal(before) if written.begin else self.open(before)]
         if has_index:
             parts += ["/[0-9]{1,2}/", self._literal(after)]

@@ -78,7 +78,7 @@ class _PageFile:
 
 
 def list_page_routes() -> list[Route]:
-    """Read the page's files and return their routes."""
+    """Read the files of the web page and return the routes that serve them."""
     return [
         Route(path, _serve(found), methods=["GET"], include_in_schema=False)
         for path, found in _read_files().items()
@@ -86,7 +86,9 @@ def list_page_routes() -> list[Route]:
 
 
 def _read_files() -> dict[str, _PageFile]:
-    """Return all files by the path at which they are served; ``index.html`` is at ``/``."""
+    """Return all files of the web page by the path at which they are served; ``index.html`` is at
+    ``/``.
+    """
     root = files("tandem.server.page") / "static"
     return {
         "/" if name == "index.html" else _PREFIX + name: _read_file(entry)

@@ -33,12 +33,12 @@ def _list_of(item: Rule) -> Rule:
 
 
 def _given(name: str, value: Rule) -> Rule:
-    """Return the rule that a field is present and its value satisfies ``value``."""
+    """Return the JSON Schema that a field is present and its value satisfies ``value``."""
     return {"required": [name], "properties": {name: value}}
 
 
 def _absent(name: str) -> Rule:
-    """Return the rule that a field is null or left out."""
+    """Return the JSON Schema that a field is null or left out."""
     return {"properties": {name: {"type": "null"}}}
 
 

@@ -33,7 +33,7 @@ _TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144
 
 
 class MetricSpec(NamedTuple):
-    """A row of the table of metrics."""
+    """A row of the table of metrics: name, kind and meaning of one metric."""
 
     name: str
     kind: str
@@ -271,11 +271,13 @@ class ServerMetrics:
         return Counter(spec.name, spec.help, spec.labels, registry=self.registry)
 
     def count_finished(self, reason: str) -> None:
-        """Count a generation that ended."""
+        """Count a generation that has ended, by its finish reason."""
         self._finished.labels(self._model_name, reason).inc()
 
     def count_slo(self, outcome: str) -> None:
-        """Count the outcome of a generation with latency objectives."""
+        """Count a generation with latency objectives under its outcome: met, failed, or which
+        objective was missed.
+        """
         self._slo.labels(self._model_name, outcome).inc()
 
     def count_http(self, route: str, status: int) -> None:
@@ -337,7 +339,9 @@ class ServerMetrics:
 
 
 def _split_hits(stats: InstanceStats) -> dict[str, int]:
-    """Return the number of prompt tokens found in a cache, by tier."""
+    """Return the number of prompt tokens that were reused, by the cache that had them (device,
+    store, ...).
+    """
     return {
         "device": stats.prefix_hit_tokens - stats.store_hit_tokens,
         "store": stats.store_hit_tokens,
@@ -402,12 +406,12 @@ class RequestTimer:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since arrival."""
+        """Seconds since the request's arrival."""
         return self._clock.now_s() - self._arrived_s
 
     @property
     def first_token_s(self) -> float | None:
-        """Seconds from arrival to the first token."""
+        """Seconds from arrival to the first token; None before it."""
         return None if self._first_s is None else self._first_s - self._arrived_s
 
     def see_output(self, queue_s: float | None) -> None:
@@ -441,8 +445,8 @@ class RequestTimer:
             self._metrics.count_slo(outcome)
 
     def _judge(self, reason: str, num_tokens: int) -> str | None:
-        """Return the outcome of the latency objectives; None: there were none, or no client
-        waited.
+        """Return whether a generation met its latency objectives, or which one it missed; None if
+        it had none, or if no client waited.
         """
         slo, first_s = self._slo, self.first_token_s
         if (slo.ttft_s is None and slo.tpot_s is None) or reason == "abort":

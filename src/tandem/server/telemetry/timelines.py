@@ -45,7 +45,7 @@ class Origin(NamedTuple):
 
 
 class SharingIdentity(NamedTuple):
-    """The facts, beside their tokens, that must be equal for two requests to share KV."""
+    """The facts, beside equal tokens, that must be equal for two requests to share KV."""
 
     cache_salt: bytes
     model: str
@@ -56,7 +56,7 @@ class SharingIdentity(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ChoiceRecord:
-    """The record of one generation."""
+    """The server's record of one generation of a request."""
 
     request_id: str
     """Id of the generation at the engine."""
@@ -81,7 +81,7 @@ class ChoiceRecord:
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """The record of one HTTP request."""
+    """The server's record of one HTTP request and its generations."""
 
     name: str
     """Id of the answer that the client got."""
@@ -92,14 +92,14 @@ class RequestRecord:
     choices: list[ChoiceRecord]
 
     def refuse(self, reason: str, now_s: float) -> None:
-        """Record that the engine refused it, ``now_s`` seconds after its arrival."""
+        """Record that the engine refused the request, ``now_s`` seconds after its arrival."""
         for choice in self.choices:
             if choice.timer.end_s is None:
                 choice.timer.end_s, choice.timer.reason = now_s, reason
 
     @property
     def is_ended(self) -> bool:
-        """True if none of its generations runs."""
+        """True if none of the request's generations still runs."""
         return all(choice.timer.end_s is not None for choice in self.choices)
 
     def describe(
@@ -130,7 +130,8 @@ class RequestRecord:
 
 def _join(choice: ChoiceTimeline, instances: list[InstanceTimeline]) -> ChoiceTimeline:
     output_tokens = choice.output_tokens
-    # While the request runs, take the instance's count; at its end the server has counted.
+    # While the generation runs, take the number of output tokens from the instances; at its end the
+    # server has counted them.
     if choice.end_s is None:
         output_tokens = max((each.output_tokens for each in instances), default=0)
     return ChoiceTimeline(
@@ -146,7 +147,7 @@ def _join(choice: ChoiceTimeline, instances: list[InstanceTimeline]) -> ChoiceTi
 
 
 class TimelineRing:
-    """The records of the last requests.
+    """The records of the last requests, of which timelines are made.
 
     Args:
         capacity: number of generations in all; the oldest requests are dropped first, running ones
@@ -163,8 +164,8 @@ class TimelineRing:
         return self._num_choices
 
     def add(self, record: RequestRecord) -> None:
-        """Add a request under both of its names; of several with one name, ``find`` returns the
-        latest.
+        """Add a request under both of its names, the answer's id and ``x-request-id``; of several
+        with one name, ``find`` returns the latest.
         """
         self._records.append(record)
         self._num_choices += len(record.choices)
@@ -178,11 +179,14 @@ class TimelineRing:
                     del self._by_name[key]
 
     def find(self, owner: bytes, name: str) -> RequestRecord | None:
-        """Return the latest request of an owner with this answer id or ``x-request-id``."""
+        """Return the latest request of an owner with this answer id or ``x-request-id``, or
+        None.
+        """
         return self._by_name.get((owner, name))
 
     def find_other_identity(self, record: RequestRecord, head: bytes) -> str | None:
-        """Return the fact that kept a prompt from sharing KV with an earlier one that begins alike.
+        """Return the fact (such as the adapter) that kept a prompt from sharing KV with an earlier
+        one that begins alike.
 
         Only requests of the same owner are considered. None if no earlier prompt begins alike, or
         one with the same identity does, so that the reason is another.

@@ -160,7 +160,9 @@ def _write_choice(
 def _write_instance(
     writer: "_SpanWriter", told: InstanceTimeline, begin_s: float, parent: "Context"
 ) -> None:
-    """Write the phases at one instance, whose times count from the request's arrival there."""
+    """Write the spans of a request's phases at one instance, whose times count from the request's
+    arrival there.
+    """
     common: dict[str, AttributeValue] = {
         "tandem.instance": told.instance,
         "tandem.role": told.role,

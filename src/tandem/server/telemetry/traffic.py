@@ -26,7 +26,7 @@ _SECRET_BYTES = 32
 
 
 class EndedRequest(NamedTuple):
-    """The data of an ended generation that a recording needs."""
+    """The data of an ended generation that a recording (a trace of clients' requests) needs."""
 
     arrived_s: float
     prompt_ids: Sequence[int]
@@ -37,7 +37,7 @@ class EndedRequest(NamedTuple):
 
 @dataclass(eq=False)
 class Recording:
-    """One recording."""
+    """One recording of the requests that clients send, from which a trace is made."""
 
     begin_s: float
     asked_s: float
@@ -58,14 +58,14 @@ class Recording:
         self.waiting.append(ended)
 
     def take(self) -> list[EndedRequest]:
-        """Return the waiting requests and remove them."""
+        """Return the ended requests that were not taken yet, and remove them."""
         taken = list(self.waiting)
         self.waiting.clear()
         self.num_waiting_tokens = 0
         return taken
 
     def make_rows(self, ended: Sequence[EndedRequest]) -> list[TraceRow]:
-        """Return the trace rows of requests; call it on one thread at a time."""
+        """Return the rows of the trace for ended requests; call it on one thread at a time."""
         return [
             self.hasher.make_row(
                 each.arrived_s - self.begin_s, each.prompt_ids, each.output_length, each.realm
@@ -75,14 +75,14 @@ class Recording:
 
 
 class TrafficLog:
-    """The recordings of a server."""
+    """The recordings of clients' requests that are in progress at a server."""
 
     def __init__(self) -> None:
         self._recordings: dict[str, Recording] = {}
 
     @property
     def is_recorded(self) -> bool:
-        """True if there is any recording."""
+        """True if any recording is in progress, so that ended requests must be noted."""
         return bool(self._recordings)
 
     def start(self, now_s: float, block_tokens: int) -> str:
@@ -117,7 +117,7 @@ class TrafficLog:
         self._recordings.pop(name, None)
 
     def note_end(self, ended: EndedRequest, now_s: float) -> None:
-        """Add an ended request to every recording."""
+        """Add an ended request to every recording in progress."""
         self._forget_idle(now_s)
         for recording in self._recordings.values():
             recording.put(ended)

@@ -55,7 +55,7 @@ class StopStrings:
                 self.match[state] = self.match[self.fallback[state]]
 
     def step(self, state: int, char: str) -> int:
-        """Return the state after ``char`` in ``state``."""
+        """Return the state that follows ``state`` when ``char`` is read."""
         children = self.children
         while state and char not in children[state]:
             state = self.fallback[state]
@@ -79,7 +79,9 @@ class StopMatcher:
         """Stop string that was found, after which all text is ignored; None: none yet."""
 
     def feed(self, text: str) -> str:
-        """Add text; return the part that certainly belongs to the answer."""
+        """Add text; return the part that certainly belongs to the answer, because no stop string
+        can begin in it.
+        """
         assert self.matched is None, self.matched
         stops, state = self._stops, self._state
         for position, char in enumerate(text, start=1):
@@ -97,6 +99,8 @@ class StopMatcher:
         return ready[:cut]
 
     def flush(self) -> str:
-        """End the text; return the part that was held back."""
+        """End the text; return the part that was held back because a stop string might have begun
+        in it.
+        """
         held, self._held, self._state = self._held, "", 0
         return held

@@ -79,7 +79,7 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
 
 
 def read_frame(source: BinaryIO) -> bytes | None:
-    """Read one frame; None at the end of the stream."""
+    """Read one frame (4-byte length, msgpack) from the stream; None at its end."""
     header = source.read(4)
     if len(header) < 4:
         return None
@@ -93,7 +93,7 @@ def write_frame(target: BinaryIO, payload: bytes) -> None:
 
 
 def answer(work: Callable[[], str]) -> tuple[bool, str]:
-    """Run ``work``; return True and its text, or False and the text of its error."""
+    """Run ``work``; return (True, its text), or (False, the text of its error)."""
     try:
         return True, work()
     except MemoryError:
@@ -103,7 +103,9 @@ def answer(work: Callable[[], str]) -> tuple[bool, str]:
 
 
 def main() -> None:
-    """Compile the template of the first frame, then render one conversation a frame."""
+    """Compile the template that the first frame brings, then render one conversation for each
+    further frame.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     source, target = sys.stdin.buffer, sys.stdout.buffer
     compiled: list[jinja2.Template] = []

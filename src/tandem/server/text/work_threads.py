@@ -48,7 +48,7 @@ class _Job:
 
 @dataclass(slots=True)
 class _Queue:
-    """The waiting jobs of a client."""
+    """The jobs of one client that wait for a thread."""
 
     jobs: deque[_Job] = field(default_factory=deque)
     last_tag: float = 0.0
@@ -101,8 +101,9 @@ class WorkThreads:
             job = queue.jobs.popleft()
             self._clock = max(self._clock, job.tag)
             if not queue.jobs:
-                # An idle client's last tag is not later than the clock, so nothing is lost by
-                # forgetting it.
+                # Forget a client without jobs: its last tag (the virtual time of its last job's
+                # end) is not later than the clock, so its next job would get the same tag without
+                # it.
                 del self._queues[client]
             if job.done.cancelled():
                 continue
@@ -112,7 +113,9 @@ class WorkThreads:
             running.add_done_callback(partial(self._end_job, job))
 
     def _choose_client(self) -> str | None:
-        """Return the client whose first job is next; None if none may begin."""
+        """Return the client whose first waiting job is next by fair queueing; None if no job may
+        begin now.
+        """
         heads = [
             (queue.jobs[0].tag, client)
             for client, queue in self._queues.items()

@@ -33,7 +33,7 @@ MIN_STEPS = 64
 
 
 class LearntInstance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Costs and memory of one live instance."""
+    """Step costs that one instance of a live server has learnt, and its memory."""
 
     name: str
     role: InstanceRole
@@ -149,7 +149,9 @@ def _calibrate(group: Group, found: CalibrationFile) -> Group:
 
 
 def _average(alike: Sequence[LearntInstance]) -> Calibration:
-    """Return the mean of the instances' costs, weighted by the steps they were learnt from."""
+    """Return the mean of the instances' step costs, weighted by the number of steps that each was
+    learnt from.
+    """
     total = sum(each.num_steps for each in alike)
     names = [
         name

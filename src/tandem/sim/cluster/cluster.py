@@ -58,7 +58,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 
 
 class RoleSwitch(msgspec.Struct, frozen=True, gc=False):
-    """A change of an instance's role requested by the conductor."""
+    """A change of an instance's role (prefill, decode, unified) that the conductor, the router of
+    requests, has asked for.
+    """
 
     at_s: float
     instance: str

@@ -18,7 +18,7 @@ __all__ = ["HandOver", "Reader", "Source"]
 
 
 class Reader(Protocol):
-    """The instance that decodes and reads the blocks."""
+    """The instance that decodes a request and reads the KV blocks of its prompt."""
 
     scheduler: Scheduler
     ingress: Link
@@ -26,20 +26,22 @@ class Reader(Protocol):
     num_layers: int
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Tell the scheduler that blocks have arrived."""
+        """Tell this instance's scheduler that these KV blocks of a request have arrived."""
         ...
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Tell the scheduler that blocks will not arrive."""
+        """Tell this instance's scheduler that these KV blocks of a request will not arrive."""
         ...
 
     def end_reading(self, request_id: str) -> None:
-        """Forget the hand-over of a request, which has ended."""
+        """Forget the hand-over (the transfer of a prompt's KV blocks to this instance) of a
+        request, which has ended.
+        """
         ...
 
 
 class Source(Protocol):
-    """The instance that prefills."""
+    """The instance that prefills a prompt and sends its KV blocks."""
 
     scheduler: Scheduler
     egress: Link
@@ -78,15 +80,15 @@ class HandOver:
         self._dropped: set[int] = set()
 
     def begin(self) -> None:
-        """Register at the source, which reports the prefill's progress from now on, and start to
-        move the blocks that are computed already.
+        """Register at the source (the instance that prefills), which reports the prefill's progress
+        from now on, and start to move the blocks that are computed already.
         """
         self._source.readers[self._source_id] = self
         self.note_progress()
 
     def drop(self, load: BlockLoad) -> None:
-        """Note that a block is not needed any more. If its transfer has not begun, its load fails
-        at once.
+        """Note that the reader does not need a block any more. If its transfer has not begun, its
+        load fails at once.
         """
         if load in self._todo:
             self._todo.remove(load)
@@ -96,21 +98,23 @@ class HandOver:
             self._dropped.add(load.block_id)
 
     def note_running(self, num_tokens: int, end_s: float) -> None:
-        """Start to move the blocks that will be computed when the current step ends at
-        ``end_s``.
+        """Start to move the blocks of the first ``num_tokens`` tokens, which will be computed when
+        the current step of the prefilling instance ends at ``end_s``.
         """
         self._move(num_tokens, end_s)
 
     def note_progress(self) -> None:
-        """Start to move the blocks that have been computed."""
+        """Start to move the blocks that the prefilling instance has computed and that do not move
+        yet.
+        """
         prefill = self._source.scheduler.find_prefill(self._source_id)
         if prefill is not None:
             done = prefill.prompt_len if prefill.is_finished else prefill.num_computed_tokens
             self._move(done, 0.0)
 
     def note_gone(self) -> None:
-        """Fail all blocks whose transfer has not begun: the prefill or its hold no
-        longer exists.
+        """Fail all blocks whose transfer has not begun: the prefilling request, or the blocks held
+        after its end, no longer exist.
         """
         todo, self._todo = self._todo, []
         if todo:

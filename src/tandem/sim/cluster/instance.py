@@ -50,7 +50,7 @@ Put = Callable[[RequestOutput], None]
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceSetup:
-    """The parts and settings that an instance is made from."""
+    """The parts and settings that a simulated instance is made from."""
 
     name: str
     role: InstanceRole
@@ -66,7 +66,9 @@ class InstanceSetup:
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """A request that is live on this instance."""
+    """A request that is live on this instance, with the record of its token times and the callback
+    that gets its outputs.
+    """
 
     request: Request
     record: RequestRecord
@@ -193,7 +195,7 @@ class SimInstance:
         return is_taken
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request; its remaining outputs are not reported."""
+        """Stop a request if it is live here; its remaining outputs are not reported."""
         leg = self._legs.pop(request_id, None)
         if leg is not None:
             self.scheduler.cancel(request_id)
@@ -201,7 +203,9 @@ class SimInstance:
             self._call()
 
     def release_hold(self, request_id: str) -> None:
-        """Free the blocks held for a finished prefill, if there are any."""
+        """Free the KV blocks of a finished prefill that are held until the decoding instance has
+        read them, if there are any.
+        """
         self.scheduler.release_hold(request_id)
         self._end_read(request_id)
         self._call()
@@ -217,13 +221,15 @@ class SimInstance:
 
     @property
     def num_live(self) -> int:
-        """Number of requests that have not ended."""
+        """Number of requests on this instance that have not ended."""
         return len(self._legs)
 
     # The methods below load blocks: from the store, from slower tiers, and from other instances.
 
     def _count_stored(self, message: AddRequest, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a prompt the device or the store holds."""
+        """Return how many leading blocks of a prompt the device's prefix cache or the KV store
+        holds.
+        """
         if self.store is None or not isinstance(message.kv_source, TierKv):
             return 0
         wanted = keys[: (len(message.prompt_ids) - 1) // self.setup.engine.block_size]
@@ -231,7 +237,9 @@ class SimInstance:
         return num_cached + self.store.count_stored(self._segment, wanted[num_cached:])
 
     def _begin_tiers(self, plan: StepPlan) -> None:
-        """Put a plan's blocks into the store, as the setting ``tiers.write`` says."""
+        """Put KV blocks of a step's plan into the store: the newly filled ones or the evicted ones,
+        as the setting ``tiers.write`` says.
+        """
         store = self.store
         if store is None:
             return
@@ -254,17 +262,19 @@ class SimInstance:
         self.load_failed(request, [load.block_id for load in loads])
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Tell the scheduler that blocks have arrived."""
+        """Tell this instance's scheduler that these KV blocks of a request have arrived."""
         self.scheduler.load_done(request, block_ids)
         self._call()
 
     def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Tell the scheduler that blocks will not arrive."""
+        """Tell this instance's scheduler that these KV blocks of a request will not arrive."""
         self.scheduler.load_failed(request, block_ids)
         self._call()
 
     def end_reading(self, request_id: str) -> None:
-        """Forget the hand-over of a request, which has ended."""
+        """Forget the hand-over (the transfer of a prompt's KV blocks to this instance) of a
+        request, which has ended.
+        """
         self._reading.pop(request_id, None)
 
     def _begin_loads(self, plan: StepPlan) -> None:
@@ -350,7 +360,9 @@ class SimInstance:
         self._events.call_at(end_s, self._end_step, plan)
 
     def _announce(self, plan: StepPlan, end_s: float) -> None:
-        """Let readers of this step's prompts begin to move blocks while the step runs."""
+        """Let the instances that will decode this step's prompts begin to move KV blocks while the
+        step, which ends at ``end_s``, runs.
+        """
         if not self.setup.is_layerwise:
             return
         for sequence in plan.sequences:
@@ -397,7 +409,9 @@ class SimInstance:
             self._give(leg, request.finish_reason)
 
     def _give(self, leg: _Leg, reason: FinishReason | None) -> None:
-        """Report the outputs of a request that have not been reported."""
+        """Report those outputs of a live request that have not been reported; ``reason`` is set if
+        it has finished.
+        """
         request = leg.request
         tokens = list(leg.tokens) * (leg.num_sampled - leg.num_given)
         is_first = leg.num_given == 0
@@ -429,7 +443,7 @@ class SimInstance:
 
 
 def _sum_up(plan: StepPlan) -> StepWork:
-    """Return the work of a plan: the numbers that its time is predicted from."""
+    """Return the work of a step's plan: the numbers that its time is predicted from."""
     prefill_tokens = num_decodes = decode_tokens = 0
     prefill_context = 0.0
     for sequence in plan.sequences:

@@ -42,7 +42,7 @@ class Transfer:
 
 
 class Links:
-    """All transfers of a run.
+    """All transfers of a simulated run over its network links, which they share fairly.
 
     Args:
        events: the clock.

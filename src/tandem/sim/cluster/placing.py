@@ -28,48 +28,58 @@ IDENTITY = "simulated"
 
 
 class _Teller:
-    """Reports one instance's cache to the conductor without delay; an ``IndexObserver``."""
+    """Reports one instance's prefix cache to the conductor (which chooses instances for requests)
+    without delay; an ``IndexObserver``.
+    """
 
     def __init__(self, conductor: Conductor, name: str) -> None:
         self._conductor, self._name = conductor, name
 
     def note_stored(self, node: PrefixNode) -> None:
-        """Report a block that was added to the prefix index."""
+        """Report to the conductor a block that was added to the instance's prefix index."""
         assert node.key is not None, "a partial block has no key"
         self._conductor.note_blocks(self._name, [cut_key(node.key)])
 
     def note_removed(self, key: bytes) -> None:
-        """Report a block that was removed from the prefix index."""
+        """Report to the conductor a block that was removed from the instance's prefix index."""
         self._conductor.note_blocks(self._name, removed=[cut_key(key)])
 
     def note_cleared(self) -> None:
-        """Report that the prefix index was cleared."""
+        """Report to the conductor that the instance's prefix index was cleared."""
         self._conductor.note_flushed(self._name)
 
     def note_state_kept(self, snapshot: Snapshot) -> None:
-        """Report the block after which a recurrent state is kept."""
+        """Report to the conductor the block of a prefix after which the instance keeps a copy of
+        the model's recurrent state.
+        """
         self._conductor.note_group(self._name, [cut_key(snapshot.parent_key)])
 
     def note_state_removed(self, snapshot: Snapshot) -> None:
-        """Report the block after which a recurrent state is no longer kept."""
+        """Report to the conductor the block of a prefix after which the instance no longer keeps a
+        copy of the model's recurrent state.
+        """
         self._conductor.note_group(self._name, removed=[cut_key(snapshot.parent_key)])
 
     def note_window_kept(self, node: PrefixNode) -> None:
-        """Report a block whose sliding window is cached."""
+        """Report to the conductor a block up to which the KV of the sliding window is cached."""
         assert node.key is not None, "a partial block has no key"
         self._conductor.note_group(self._name, [cut_key(node.key)])
 
     def note_window_removed(self, key: bytes) -> None:
-        """Report a block whose sliding window is no longer cached."""
+        """Report to the conductor a block up to which the KV of the sliding window is no longer
+        cached.
+        """
         self._conductor.note_group(self._name, removed=[cut_key(key)])
 
     def note_step(self, step: StepRecord) -> None:
-        """Report a step to the conductor."""
+        """Report a completed step of the instance to the conductor, which learns the costs of
+        steps.
+        """
         self._conductor.note_steps(self._name, [step])
 
 
 class Placing:
-    """Asks a conductor where requests go.
+    """Asks a conductor (the product's router) to which instances requests go.
 
     Args:
        name: name of the policy, as in ``cluster.policy``.
@@ -116,7 +126,9 @@ class Placing:
         self._link()
 
     def _link(self) -> None:
-        """Let every decode instance read blocks of every prefill instance."""
+        """Tell the conductor that every decode instance can read KV blocks of every prefill
+        instance.
+        """
         prefills = [each.name for each in self._instances if each.role == "prefill"]
         for each in self._instances:
             if each.role == "decode":

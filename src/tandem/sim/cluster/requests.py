@@ -28,7 +28,7 @@ FIRST_OUTPUT_ID = 1 << 30
 
 
 def make_tokens(row: TraceRow, block_tokens: int = BLOCK_TOKENS) -> list[int]:
-    """Return the prompt tokens of a row."""
+    """Return the prompt tokens of a row (one request) of a trace."""
     tokens: list[int] = []
     for hash_id in row.hash_ids:
         tokens += [hash_id] * block_tokens
@@ -39,7 +39,7 @@ def make_tokens(row: TraceRow, block_tokens: int = BLOCK_TOKENS) -> list[int]:
 def make_request(
     row: TraceRow, number: int, timeout_s: float | None, block_tokens: int = BLOCK_TOKENS
 ) -> AddRequest:
-    """Return the request of a row.
+    """Return the request that a row of a trace describes.
 
     Args:
        row: row of the trace.

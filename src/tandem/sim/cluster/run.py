@@ -42,7 +42,7 @@ __all__ = [
 
 
 class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one simulated instance over a run."""
+    """The measured figures of one simulated instance over a run."""
 
     name: str
     role: str
@@ -84,7 +84,7 @@ class SimReport(LoadReport, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed run: its report, its requests and the decisions about them."""
+    """A completed run of a scenario: its report, its requests and the decisions about them."""
 
     report: SimReport
     records: list[RequestRecord]
@@ -92,10 +92,10 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_setups(scenario: Scenario) -> list[InstanceSetup]:
-    """Return the instances of a scenario.
+    """Return the parts and settings of each instance of a scenario.
 
     Raises: NotFoundError (unknown machine or model); ConfigError; CapacityError (weights do not
-    fit).
+        fit).
     """
     setups: list[InstanceSetup] = []
     bus = 1e11 if scenario.store is None else scenario.store.bus_gb_per_s * 1e9
@@ -137,7 +137,8 @@ def _find_port(group: Group, links: LinkSpec) -> float:
 
 
 def _resolve(group: Group) -> tuple[StepModel, int, int, int]:
-    """Return a group's step model, KV bytes per token, layers, and tokens of KV that fit.
+    """Return what a group of identical instances is like: the model of its step times, KV bytes per
+    token, layers, and tokens of KV that fit.
 
     Raises: ConfigError (an unknown format, or more accelerators than the machine has);
         CapacityError (the weights do not fit).
@@ -187,7 +188,7 @@ def _resolve(group: Group) -> tuple[StepModel, int, int, int]:
 
 
 def open_load(load: Load) -> Iterator[TraceRow]:
-    """Return the rows of a load, in order of arrival.
+    """Return the rows (requests) of a load, which is a trace or is generated, in order of arrival.
 
     Raises: ConfigError (the load names no trace); the errors of ``read_rows``.
     """

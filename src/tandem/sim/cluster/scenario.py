@@ -76,8 +76,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Gbit/s of this group's ports; None takes those of ``links``."""
 
     def check_speed(self) -> None:
-        """Check that the group has either a machine and a model or a calibration. Called late,
-        since a command may add a calibration.
+        """Check that this group of instances has what its speed follows from: a machine and a
+        model, or a calibration. Called late, since a command may add a calibration.
 
         Raises: ConfigError.
         """

@@ -32,7 +32,7 @@ class StepModel(Protocol):
     """A model that predicts the time of a step from its work."""
 
     def predict_s(self, work: StepWork) -> float:
-        """Return the seconds of a step."""
+        """Return the seconds that a step with this work takes."""
         ...
 
 

@@ -41,7 +41,9 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @dataclass(eq=False)
 class StoreShare:
-    """The store's segment on one machine."""
+    """The store's segment (memory) on one machine: its size and use, and the links by which its
+    blocks move.
+    """
 
     number: int
     capacity_bytes: int
@@ -52,7 +54,7 @@ class StoreShare:
 
 
 class SimStore:
-    """The blocks of all segments.
+    """The KV blocks that the machines' segments of a simulated store hold.
 
     Args:
        spec: settings in the scenario.
@@ -77,13 +79,17 @@ class SimStore:
         self._segments: list[StoreShare] = []
 
     def add_segment(self, tokens_bytes: int, egress: Link, ingress: Link, bus: Link) -> StoreShare:
-        """Add the segment of a machine, with its network ports and bus."""
+        """Add the segment (memory for KV blocks) of a machine, with the machine's network ports and
+        bus; return it.
+        """
         segment = StoreShare(len(self._segments), tokens_bytes, egress, ingress, bus)
         self._segments.append(segment)
         return segment
 
     def put(self, segment: StoreShare, keys: Sequence[bytes]) -> None:
-        """Add blocks to a segment, except those that it has."""
+        """Add KV blocks, given by their keys, to a segment, except those that its machine can
+        already find in the store.
+        """
         directory = self.directory
         stored: list[bytes] = []
         removed: list[bytes] = []
@@ -119,7 +125,9 @@ class SimStore:
             self.on_change(stored, removed)
 
     def count_stored(self, segment: StoreShare, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a chain an instance can find, and record their use."""
+        """Return how many leading blocks of a prompt, given by their keys in order, an instance on
+        the segment's machine can find in the store, and record their use.
+        """
         directory = self.directory
         until_ms = int(self._now_s() * 1e3) + self._config.lease_ms
         count = 0

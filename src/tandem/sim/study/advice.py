@@ -17,7 +17,7 @@ __all__ = ["Advice", "Option", "advise", "list_options"]
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """One possible addition to the cluster."""
+    """One possible addition of a machine to the cluster, or none."""
 
     machine: str
     """Name of the machine; empty for the cluster as it is."""
@@ -28,7 +28,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """An option, and the results of the cluster with it."""
+    """An option (an addition to the cluster), and the results of the cluster with it."""
 
     machine: str
     role: str
@@ -86,7 +86,7 @@ def _add(scenario: Scenario, like: Group, machine: str) -> Scenario:
 def advise(
     options: Sequence[Option], measure: Callable[[Scenario], tuple[float, float]]
 ) -> list[Advice]:
-    """Return the results of each option, best first.
+    """Return the results of each option (an addition to the cluster), best first.
 
     Args:
        options: from ``list_options``.

@@ -18,7 +18,7 @@ MAX_DOUBLINGS = 8
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """Result at one rate that was tried."""
+    """The result at one request rate that was tried in the search for the highest one."""
 
     rate_scale: float
     request_rate: float
@@ -31,7 +31,9 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a search for the highest rate."""
+    """The result of a search for the highest request rate that a cluster serves within its
+    objectives.
+    """
 
     best: Probe | None
     """The highest rate that met the objectives; None if no rate did."""

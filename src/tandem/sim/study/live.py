@@ -47,7 +47,7 @@ FIGURES = ("TTFT", "TPOT", "throughput")
 
 
 class ErrorRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of one run, simulated and live."""
+    """One figure of one run, as simulated and as measured on a live server."""
 
     setup: str
     rate: float
@@ -130,8 +130,9 @@ def fit_overheads(scenario: Scenario, rows: Sequence[TraceRow], live: LoadReport
             break
         missing_tpot_ms = live.tpot_ms.mean - report.tpot_ms.mean
         if is_pair:
-            # The latency of a hand-over counts once, in the gap after the first token: so it is the
-            # missing time per token times the tokens after the first.
+            # The latency of a hand-over (of a prompt's KV to the decoding instance) counts once, in
+            # the gap after the first token: so it is the missing time per token times the tokens
+            # after the first.
             tokens = report.total_output_tokens / max(report.completed, 1)
             latency_us = scenario.links.latency_us + 1e3 * missing_tpot_ms * max(tokens - 1, 1)
             links = msgspec.structs.replace(scenario.links, latency_us=max(latency_us, 0.0))
@@ -192,7 +193,7 @@ def compare_figures(
 
 
 def render_errors(rows: Sequence[ErrorRow], machine: str) -> str:
-    """Return the page of errors in Markdown."""
+    """Return the page of the simulator's errors against live runs, in Markdown."""
     near = sum(abs(row.error) <= NEAR for row in rows)
     lines = [
         "# The simulator's error against live servers",

@@ -47,7 +47,7 @@ NEAR = 0.3
 
 
 class PaperRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One number of a table in the paper."""
+    """One number of a table in the Mooncake paper, and the run that is simulated for it."""
 
     name: str
     system: str
@@ -76,7 +76,7 @@ class _Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table of the paper: its rows, and the settings of their runs."""
+    """One table of the Mooncake paper: its rows, and the settings of their runs."""
 
     title: str
     source: str
@@ -96,7 +96,9 @@ class PaperTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class PaperFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A parameter fitted to one row, which is named in advance; all other rows are predicted."""
+    """A parameter of the scenarios that is fitted to one row of the paper, named in advance; all
+    other rows are predicted.
+    """
 
     path: str
     """Path of the field, in all systems."""
@@ -109,7 +111,7 @@ class PaperFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one run that tables use."""
+    """The figures of one simulated run from which the tables' rows are made."""
 
     key: str
     completed: int
@@ -136,7 +138,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the paper with our figure for it."""
+    """A row (one number) of the Mooncake paper with our simulated figure for it."""
 
     row: PaperRow
     ours: float
@@ -147,7 +149,7 @@ class RowResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def off(self) -> float | None:
-        """Relative distance from the published number; None without one."""
+        """Relative distance of our figure from the published number; None without one."""
         return None if self.row.published is None else self.ours / self.row.published - 1
 
 
@@ -169,7 +171,9 @@ def _read_systems() -> dict[str, Scenario]:
 
 
 def read_fits() -> list[PaperFit]:
-    """Return the fits with their rows; each uses the values of those before it."""
+    """Return the fits (parameters, each with the row of the paper that it is fitted to); each uses
+    the values of those before it.
+    """
     return msgspec.convert(_read("fit.yaml"), list[PaperFit], strict=False)
 
 
@@ -189,7 +193,7 @@ NAMES = (
 
 
 def list_tables(names: Sequence[str] = ()) -> dict[str, PaperTable]:
-    """Return tables by name; without names, all.
+    """Return tables of the Mooncake paper by name; without names, all.
 
     Raises: NotFoundError.
     """
@@ -260,7 +264,7 @@ def _measure_mfu(scenario: Scenario, report: SimReport) -> float:
 
 
 class Runs:
-    """Runs the scenarios of tables, each once.
+    """Runs the scenarios of the paper's tables, each once.
 
     Args:
        trace: path of the conversation trace.
@@ -289,7 +293,8 @@ class Runs:
                 self._done[outcome.key] = outcome
 
     def measure(self, table: PaperTable, num_requests: int | None = None) -> list[RowResult]:
-        """Return the rows of a table with our figures.
+        """Return the rows of a table of the paper with our figures, which are simulated unless kept
+        from before.
 
         Args:
            table: table of the paper.
@@ -318,7 +323,7 @@ class Runs:
         ]
 
     def _find_limit(self, table: PaperTable, row: PaperRow, num_requests: int | None) -> int:
-        """Return the number of requests of a row's runs; 0 runs all."""
+        """Return the number of requests that a row's runs take from the trace; 0 runs all."""
         # Of a generated load only the direction (which system is better) is compared, so fewer
         # requests are enough; a load that is replayed without time is cheap and runs whole.
         is_direction = bool(row.load) and (row.figure or table.figure) not in REPLAYED
@@ -326,7 +331,8 @@ class Runs:
         return max(limit, table.min_requests) if limit else 0
 
     def fit(self, fit: PaperFit, num_requests: int | None = None) -> list[tuple[float, float]]:
-        """Return the fitted row's figure at each tried value of the parameter.
+        """Return each tried value of the fitted parameter, with our figure for the fit's row of the
+        paper at that value.
 
         Args:
            fit: the parameter and its row.
@@ -336,7 +342,8 @@ class Runs:
         row = next(each for each in table.rows if each.name == fit.row)
         found: list[tuple[float, float]] = []
         for value in fit.tried:
-            # The value is set in the whole table, so that both runs of a quotient have it.
+            # The value is set in the whole table, so that both runs have it where a row is the
+            # quotient of two runs' figures.
             changed = msgspec.structs.replace(table, set=table.set | {fit.path: value})
             self._limit = self._find_limit(table, row, num_requests)
             found.append((value, self._measure_row(changed, row).ours))
@@ -410,7 +417,7 @@ class Runs:
 
 
 def _is_ordered(rows: Sequence[RowResult], *, may_tie: bool) -> bool:
-    """Return True if our figures are in the order of the published ones."""
+    """Return True if our figures of these rows are in the same order as the published numbers."""
     ordered = sorted(rows, key=lambda each: each.row.published or 0.0)
     for first, second in pairwise(ordered):
         if first.row.published == second.row.published:
@@ -442,7 +449,7 @@ def render_page(
     num_requests: int,
     whole: Collection[str] = (),
 ) -> str:
-    """Return the page in Markdown.
+    """Return the page that compares the paper's tables with ours, in Markdown.
 
     Args:
        results: rows by table.

@@ -23,7 +23,9 @@ __all__ = ["SweepPoint", "list_points", "run_process", "run_sweep"]
 
 
 class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a sweep: the values that are changed in the scenario, and its report."""
+    """One run of a sweep (a scenario run with all combinations of some values): the values that are
+    changed in the scenario, and its report.
+    """
 
     key: str
     """Digest of the run's whole scenario, so that results of another scenario are not taken for
@@ -35,7 +37,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_points(scenario: Scenario, axes: Sequence[str]) -> list[SweepPoint]:
-    """Return the runs of a sweep.
+    """Return the runs of a sweep: one for each combination of values.
 
     Args:
        scenario: the scenario to change.
@@ -79,7 +81,9 @@ def run_process(scenario: Scenario, folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_done(path: Path) -> dict[str, SweepPoint]:
-    """Return the completed runs in a sweep's file, by key; an incomplete last line is ignored."""
+    """Return the completed runs in a sweep's file, by a key made of their values; an incomplete
+    last line is ignored.
+    """
     done: dict[str, SweepPoint] = {}
     if path.exists():
         for line in path.read_bytes().splitlines():

@@ -142,7 +142,9 @@ class ResultPool:
         self._pool.keep(values)
 
     def close(self) -> None:
-        """Forget the remembered values."""
+        """Forget the remembered values, so that their memory is freed when nobody else refers to
+        them.
+        """
         self._pool.clear()
 
 
@@ -183,7 +185,7 @@ class Part(NamedTuple):
 
 
 def measure_parts(parts: Sequence[Part]) -> list[int]:
-    """Return the length of each range. Raises: as ``Part.nbytes``."""
+    """Return the length in bytes of each range of registered memory. Raises: as ``Part.nbytes``."""
     if not parts:
         return []
     one = parts[0].buffer
@@ -208,7 +210,9 @@ class Staging:
         self._length = 0
 
     def add(self, views: "list[npt.NDArray[np.uint8]]") -> list[Part]:
-        """Return the parts of a value. They are filled in by ``copy``."""
+        """Return the parts (ranges of registered memory) of a value that is given as byte arrays.
+        The list is empty for a small value until ``copy`` fills it in.
+        """
         size = sum(view.size for view in views)
         parts: list[Part] = []
         if size > STAGED_BYTES:
@@ -269,5 +273,5 @@ def as_views(value: Any) -> "list[npt.NDArray[np.uint8]]":
 
 
 def list_parts(parts: Part | Sequence[Part]) -> list[Part]:
-    """Return one part or several as a list."""
+    """Return one part (range of a registered buffer) or several as a list."""
     return [parts] if isinstance(parts, Part) else list(parts)

@@ -96,11 +96,15 @@ class AsyncStoreClient:
 
     @property
     def calls(self) -> MasterCalls:
-        """The client's calls to the master, for making a twin."""
+        """The object that makes this client's calls to the master; needed to make a twin (a client
+        of the same session that blocks threads).
+        """
         return self._calls
 
     def make_twin(self, calls: MasterCalls, port: ClientPort) -> "AsyncStoreClient":
-        """Return a client of the same session that waits by other means; see ``blocking``."""
+        """Return a client of the same session that waits by other means, those of ``calls`` and
+        ``port``; see ``blocking``.
+        """
         twin = copy.copy(self)
         twin._port, twin._calls = port, calls
         twin._reader = ObjectReader(calls, port, self._places)
@@ -108,7 +112,8 @@ class AsyncStoreClient:
         return twin
 
     def on_master(self) -> None:
-        """Forget all cached locations, because a session with a master has begun or ended.
+        """Forget all cached locations of objects, because a session with a master has begun or
+        ended.
 
         Called by the owner of the sessions.
         """
@@ -203,8 +208,8 @@ class AsyncStoreClient:
                 self._port.unregister(buffer.handle)
 
     def _within(self, items: "Iterable[T]", deadline_s: float) -> "Iterator[T]":
-        """Yield the items of a batch, and check the deadline between slices. Raises:
-        DeadlineError.
+        """Yield the items of a batch, and check after each slice of them that the deadline has not
+        passed. Raises: DeadlineError.
         """
         for i, item in enumerate(items):
             if i % ITEMS_AT_ONCE == 0:
@@ -375,7 +380,9 @@ class AsyncStoreClient:
         ).count
 
     async def pin(self, key: str, *, soft_s: float = 0.0, hard: bool = False) -> bool:
-        """Replace the pins of an object. Return False if there is none. See ``PutOptions``."""
+        """Replace the pins of an object, which protect it from eviction. Return False if there is
+        no such object. See ``PutOptions``.
+        """
         return (await self.pin_many([key], soft_s=soft_s, hard=hard))[0]
 
     async def pin_many(
@@ -393,7 +400,7 @@ class AsyncStoreClient:
         return list(map(bool, (await self._calls.change("pin", request, KeyBytes)).flags))
 
     async def unpin(self, key: str) -> bool:
-        """Remove both pins of an object. Return False if there is none."""
+        """Remove both pins of an object. Return False if there is no such object."""
         return (await self.unpin_many([key]))[0]
 
     async def unpin_many(self, keys: Sequence[str]) -> list[bool]:
@@ -426,10 +433,11 @@ class AsyncStoreClient:
         await self._calls.simple("retire", RetireHost(host), Ack)
 
     async def set_floor(self, *, dry_run: bool = False) -> FloorSet:
-        """Drop the objects of hosts that the roster does not name, when such hosts join.
+        """Drop the objects of hosts that the roster (the durable list of the store's hosts) does
+        not name, when such hosts join.
 
         For a store whose roster was lost: until this call, each removal leaves a permanent
-        tombstone.
+        tombstone (a durable note of the removal).
 
         Args:
             dry_run: True to return the effect without applying it.

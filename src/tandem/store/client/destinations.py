@@ -36,11 +36,12 @@ NOTHING: Received = contextlib.nullcontext([])
 
 
 class Destination(ABC):
-    """The destination of the values of one get. Endpoints are read one after the other.
+    """The destination of the values of one get. The hosts' endpoints are read one after the other.
 
     Args:
         keys: the objects' keys.
-        direct_bytes: values of at least this size are direct.
+        direct_bytes: values of at least this size are direct: read to where they belong, without
+            scratch memory.
         empty: the result for an empty value.
     """
 
@@ -61,12 +62,14 @@ class Destination(ABC):
         return None
 
     def is_unread(self, index: int) -> bool:
-        """Return True if the request needs none of the object's bytes."""
+        """Return True if none of the object's bytes need to be read for this get."""
         return False
 
     @abstractmethod
     def receive(self, direct: Direct, pool: ScratchPool) -> Received:
-        """Lend registered memory for direct values. The context provides the pieces to read."""
+        """Lend registered memory for the direct values, which are large and skip the scratch
+        memory. The context provides the pieces to read: pairs of a remote and a local range.
+        """
         ...
 
     @abstractmethod
@@ -78,7 +81,9 @@ class Destination(ABC):
 
     @abstractmethod
     def finish(self, scratch: StoreBuffer, now_s: float, cache: NativeCache) -> None:
-        """Set the results of the values that were not dropped and whose leases hold."""
+        """Set the results of the values that ``check`` did not drop and whose leases, which keep
+        their bytes in place, still hold.
+        """
         ...
 
 
@@ -91,7 +96,9 @@ class NewBytes(Destination):
         self._lent: dict[int, Result] = {}
 
     def receive(self, direct: Direct, pool: ScratchPool) -> Received:
-        """Lend ``bytes`` objects of the result pool for direct values."""
+        """Lend ``bytes`` objects of the result pool for direct values (large ones, which skip the
+        scratch memory).
+        """
         self._lent = {}
         return self._lend(direct) if direct else NOTHING
 
@@ -105,7 +112,9 @@ class NewBytes(Destination):
             yield pieces
 
     def check(self, scratch: StoreBuffer) -> None:
-        """Verify the values in scratch memory and in the lent ``bytes``."""
+        """Verify the checksums of the values in scratch memory and in the lent ``bytes``, and drop
+        from the batch those that differ.
+        """
         self.batch.check_values(scratch.array, None)
         for index, result in self._lent.items():
             self.batch.check_direct(index, checksum_table(make_table([result.buffer.array])))
@@ -133,14 +142,18 @@ class OneBuffer(Destination):
         return _refuse_room(self.keys[index], size, self._rooms[index])
 
     def receive(self, direct: Direct, pool: ScratchPool) -> Received:
-        """Aim direct values at their parts of the buffer."""
+        """Provide the pieces that read direct values (large ones) straight into their parts of the
+        buffer.
+        """
         handle, offsets = self._buffer.handle, self._offsets
         return contextlib.nullcontext(
             [(handle, offsets[index], at, length) for index, at, length in direct]
         )
 
     def check(self, scratch: StoreBuffer) -> None:
-        """Verify the values in scratch memory and in the buffer."""
+        """Verify the checksums of the values in scratch memory and in the buffer, and drop from the
+        batch those that differ.
+        """
         self.batch.check_values(scratch.array, self._buffer.array)
 
     def finish(self, scratch: StoreBuffer, now_s: float, cache: NativeCache) -> None:
@@ -167,7 +180,9 @@ class SeveralParts(Destination):
         return _refuse_room(self.keys[index], size, self._rooms[index])
 
     def receive(self, direct: Direct, pool: ScratchPool) -> Received:
-        """Aim direct values at their parts; one that does not fit gets an error as its result."""
+        """Provide the pieces that read each value straight into its parts; one that does not fit
+        gets an error as its result.
+        """
         self._views = {}
         pieces: list[Piece] = []
         for index, at, size in direct:
@@ -189,7 +204,9 @@ class SeveralParts(Destination):
         return pieces
 
     def check(self, scratch: StoreBuffer) -> None:
-        """Verify the values in their parts."""
+        """Verify the checksums of the values in their parts, and drop from the batch those that
+        differ.
+        """
         for index, views in self._views.items():
             self.batch.check_direct(index, checksum_table(make_table(views)))
 
@@ -240,12 +257,14 @@ class Ranges(Destination):
         )
 
     def is_unread(self, index: int) -> bool:
-        """Return True if the range is empty."""
+        """Return True if the object's range is empty, so that nothing is read."""
         return self._ranges[index][1] == 0
 
     @contextlib.contextmanager
     def receive(self, direct: Direct, pool: ScratchPool) -> Generator[list[Piece]]:
-        """Lend scratch memory for the table and the chunks of each range."""
+        """Lend scratch memory for each range: for its object's checksum table, and for the chunks
+        of the value that cover the range.
+        """
         self._cuts = {}
         wanted: list[tuple[int, int]] = []
         memory_bytes = 0
@@ -279,7 +298,7 @@ class Ranges(Destination):
             yield pieces
 
     def check(self, scratch: StoreBuffer) -> None:
-        """Verify the chunks of each range with the object's table."""
+        """Verify the chunks that cover each range with the object's table of chunk checksums."""
         for index, cut in self._cuts.items():
             table = self._memory[cut.table_at : cut.table_at + 4 * cut.num_chunks].tobytes()
             chunks = make_table([self._memory[cut.value_at : cut.value_at + cut.num_bytes]])

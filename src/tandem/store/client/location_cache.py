@@ -53,7 +53,7 @@ class LocationCache:
         return self._endpoints.get(number)
 
     def note_lease(self, lease_s: float) -> None:
-        """Note the length of the leases that the master gives, seconds."""
+        """Note for how many seconds a lease of the master keeps an object's bytes in place."""
         self.margin_s = MARGIN_SHARE * lease_s
 
     def clear(self) -> None:

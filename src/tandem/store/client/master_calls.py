@@ -117,7 +117,7 @@ class MasterCalls:
             pause_s = min(2 * pause_s, RETRY_S)
 
     async def simple(self, method: str, request: object, response: type[T]) -> T:
-        """Call a method within the configured deadline."""
+        """Call a method of the master within the configured deadline, and return the answer."""
         return await self.call(method, request, response, self.deadline_s())
 
     async def change(self, method: str, request: Change, response: type[T]) -> T:
@@ -132,7 +132,7 @@ class MasterCalls:
             self.ids.settle(number)
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
-        """Call a method once, and ignore failures."""
+        """Call a method of the master once, without retries, and ignore failures and the answer."""
         try:
             await self.channel.call(method, request, response, timeout_s=CALL_TIMEOUT_S)
         except TandemError as error:

@@ -75,7 +75,7 @@ Views = Sequence[npt.NDArray[np.uint8]]
 
 
 class Items(NamedTuple):
-    """The objects of a put, as columns."""
+    """The objects of a put, as columns: lists with one item for each object."""
 
     keys: Sequence[str]
     sizes: Sequence[int]
@@ -90,7 +90,9 @@ class Items(NamedTuple):
     def of(
         cls, keys: Sequence[str], sizes: Sequence[int], parts: Sequence[Sequence[Part]]
     ) -> "Items":
-        """Return objects with any number of parts each."""
+        """Return the columns of objects whose values lie in any number of parts (ranges of
+        registered memory) each.
+        """
         if set(map(len, parts)) == {1}:
             return cls(keys, sizes, [part for (part,) in parts])
         return cls(keys, sizes, several=parts)
@@ -101,7 +103,7 @@ class Items(NamedTuple):
         return cls(keys, sizes, blob=b"".join([view.data for views in views_of for view in views]))
 
     def list_parts(self, i: int) -> Sequence[Part]:
-        """Return the parts of one object."""
+        """Return the parts (ranges of registered memory) of the value of object ``i``."""
         return [self.singles[i]] if self.singles else self.several[i]
 
     def compute_checksums(self) -> tuple[list[int], bytes]:
@@ -278,8 +280,8 @@ class PutBatch:
             logger.debug("event=space_not_granted reason=%s", error)
 
     def _give_up(self, started: StartedPut, failed_hosts: list[int]) -> None:
-        """Tell the master that nothing will be sealed, and on which hosts bytes may still
-        arrive.
+        """Tell the master that no object of this attempt will be sealed (given its header and made
+        visible), and on which hosts bytes may still arrive.
         """
         if not started.grant:
             return
@@ -319,7 +321,9 @@ class PutBatch:
         return failed
 
     def _list_pieces(self, place: HostExtents, base: int) -> list[Piece]:
-        """Return the pieces to write to one host."""
+        """Return the pieces to write to one host: local ranges with their addresses there. The
+        host's segment begins at ``base``.
+        """
         items, left, value_at = self._items, self._left, self._value_at
         extents = [(left[n], at) for n, at in zip(place.objects, place.offsets, strict=True)]
         if items.singles:
@@ -364,7 +368,9 @@ class PutBatch:
     # The last step of a put: the method below has the master make the objects visible.
 
     async def _seal(self, started: StartedPut, failed_hosts: list[int]) -> None:
-        """Have the master seal and publish the written objects."""
+        """Have the master seal the written objects (have their headers written) and publish
+        them.
+        """
         checksums, tables = self._checksums, self._tables
         if len(self._granted) != len(checksums):
             sizes = layout.count_chunks_each(self._items.sizes)

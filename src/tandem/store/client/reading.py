@@ -44,7 +44,7 @@ PLACE = struct.Struct("<qqqq")
 
 
 class _Lookup:
-    """The master's last answer to the lookup of one read."""
+    """The master's last answer to the question where the objects of one get are."""
 
     def __init__(
         self,
@@ -83,7 +83,9 @@ class _Lookup:
         return self._moved.get(index, self._cell(2, index))
 
     def move_on(self, index: int) -> bytes:
-        """Switch to the object's next replica, and return its columns; empty if there is none."""
+        """Switch to the object's next replica, and return its size, checksum, host and offset in
+        packed form; empty if there is no other replica.
+        """
         others = self.located.others.get(self._position(index))
         if not others:
             return b""
@@ -120,7 +122,9 @@ class _Read:
 
 
 class ObjectReader:
-    """The executor of one client's gets."""
+    """Executes the gets of one client: looks objects up, reads them from hosts, verifies and
+    retries.
+    """
 
     def __init__(self, calls: MasterCalls, port: ClientPort, places: LocationCache) -> None:
         self._calls = calls
@@ -145,8 +149,8 @@ class ObjectReader:
                     numbers.sort(key=read.failed_endpoints.__contains__)
                 for number in numbers:
                     await self._read_from(read, number)
-            # Objects whose cached places failed are looked up at the master. Objects that the
-            # master's own answer failed for are handled by ``_wait`` below.
+            # Objects whose cached places failed are looked up at the master. Objects that could not
+            # be read at the places in the master's own answer are handled by ``_wait`` below.
             unplaced = batch.list_unplaced() if num_known else []
             num_known, method = 0, "locate"
             if read.again or read.staged or read.unsure:
@@ -158,7 +162,9 @@ class ObjectReader:
                 return
 
     async def _look_up(self, read: _Read, method: str, unplaced: list[int]) -> None:
-        """Ask the master for the places of objects, whose indexes ascend."""
+        """Ask the master for the places of the objects with the indexes ``unplaced``, which
+        ascend.
+        """
         places, calls = self._places, self._calls
         keys, deadline_s = read.keys, read.deadline_s
         asked = list(keys) if len(unplaced) == len(keys) else [keys[i] for i in unplaced]
@@ -244,7 +250,9 @@ class ObjectReader:
         return [*again, *unsure, *staged]
 
     async def _read_from(self, read: _Read, number: int) -> None:
-        """Read from one endpoint. Failed objects go to another replica, or to the next lookup."""
+        """Read all objects that are placed at one endpoint (a host's addresses), given by its
+        number in the location cache. Failed objects go to another replica, or to the next lookup.
+        """
         into, batch, cache = read.into, read.batch, self._places.cache
         scratch_bytes, lease_end_s, rows, direct = batch.plan(number)
         with (
@@ -287,7 +295,9 @@ class ObjectReader:
         into.batch.check_headers(scratch.array)
 
     async def _check_values(self, into: Destination, scratch: StoreBuffer, num_bytes: int) -> None:
-        """Drop the values whose checksums are wrong."""
+        """Drop the values in ``scratch`` and at their destination whose checksums are wrong; in a
+        thread if ``num_bytes`` are many.
+        """
         if num_bytes > OFF_LOOP_BYTES:
             await self._calls.compute(lambda: into.check(scratch))
         else:

@@ -29,7 +29,8 @@ class Claim(NamedTuple):
 
 
 class ElectionBackend(Protocol):
-    """A lock with a time limit and a counter, kept outside of the process. One call at a time.
+    """A lock with a time limit and a counter, kept outside of the process: who has the lock is the
+    leader. One call at a time.
 
     Each call raises PeerLostError or DeadlineError if there is no answer within ``timeout_s``. The
     call may have taken effect nevertheless.
@@ -56,8 +57,8 @@ class ElectionBackend(Protocol):
 
 
 class Campaign:
-    """Keeps one process a candidate: ``run`` does all the work, ``holds`` may be called at any
-    time.
+    """Keeps one process a candidate for the leadership of a store: ``run`` does all the work,
+    ``holds`` may be called at any time.
 
     Args:
         backend: owned by the caller.
@@ -103,8 +104,8 @@ class Campaign:
         return self._election.holds(self._clock.now_s())
 
     def resign(self, *, min_epoch: int) -> None:
-        """End the term because a host has obeyed ``min_epoch``. The next term's epoch will be above
-        that.
+        """End this process's term (time as leader) because a host has obeyed a master of epoch
+        ``min_epoch``. The next term's epoch (number) will be above that.
         """
         self._election.serve_until_s = self._clock.now_s()
         self._election.min_epoch = max(self._election.min_epoch, min_epoch)

@@ -25,14 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 class Term(Protocol):
-    """The time for which a master was elected; see ``Campaign``."""
+    """The time for which this process is the elected leader, and so runs the master; see
+    ``Campaign``.
+    """
 
     def holds(self) -> bool:
-        """Return True while the term lasts."""
+        """Return True while the term lasts, so that the master may serve."""
         ...
 
     def resign(self, *, min_epoch: int) -> None:
-        """End the term, so that the next one's epoch is above ``min_epoch``."""
+        """End the term (time as leader), so that the epoch (number) of the next one is above
+        ``min_epoch``.
+        """
         ...
 
 
@@ -41,7 +45,9 @@ class ElectableMaster(Protocol):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the master's term; 0 for a master that cannot be called."""
+        """The epoch (number) of the term for which the master was elected; 0 for a master that
+        cannot be called.
+        """
         ...
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
@@ -65,7 +71,9 @@ M = TypeVar("M", bound=ElectableMaster)
 
 
 class _ElectedTerm:
-    """One term of this process. Once over it stays over, also during later terms."""
+    """One term (time as leader) of this process. Once over it stays over, also during later
+    terms.
+    """
 
     def __init__(self, elected: "ElectedMaster[Any]", campaign: Campaign, epoch: int) -> None:
         self._elected = elected
@@ -115,8 +123,8 @@ class ElectedMaster(Generic[M]):
         return self.master.epoch > 0 and (self.campaign is None or self.campaign.holds())
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
-        """Return the methods that hosts and clients may call, valid over all terms; see
-        ``StoreMaster.methods``.
+        """Return the methods that hosts and clients may call, valid over all terms (times as
+        leader) of this process; see ``StoreMaster.methods``.
         """
         table: list[tuple[str, Callable[..., Any], type, type]] = [
             ("leader", self._leader, type(None), LeaderAnswer)
@@ -126,14 +134,18 @@ class ElectedMaster(Generic[M]):
         return table
 
     def take(self, epoch: int) -> None:
-        """Begin a term with a new master. Called by ``Campaign``, or once for a single master."""
+        """Begin a term (time as leader) with a new master. Called by ``Campaign``, or once for a
+        single master.
+        """
         self.master = self._make_master(epoch)
         self._handlers = {name: handler for name, handler, *_ in self.master.methods()}
         self.counters.terms += 1
         self.master.start()
 
     def leave(self) -> None:
-        """End the current term, if there is one. Called by ``Campaign``."""
+        """End the current term (time as leader), if there is one, and stop serving its master.
+        Called by ``Campaign``.
+        """
         master = self.master
         if master.epoch == 0:
             return
@@ -143,7 +155,9 @@ class ElectedMaster(Generic[M]):
         self._end_sessions(self._describe())
 
     def on_caller_lost(self, caller: Caller) -> None:
-        """Tell the current master that a session has ended."""
+        """Tell the current master, if this process has one, that a session with a host or client
+        has ended.
+        """
         self.master.on_caller_lost(caller)
 
     async def aclose(self) -> None:

@@ -24,7 +24,7 @@ POLL_SHARE = 0.1
 
 
 class Holder(NamedTuple):
-    """The leader, as the backend names it."""
+    """The leader, as the election's backend (such as etcd) names it."""
 
     address: str
     """The address at which hosts and clients reach the leader."""
@@ -33,7 +33,7 @@ class Holder(NamedTuple):
 
 
 class Question(Enum):
-    """The next request to the backend."""
+    """The next request to the election's backend (such as etcd), which decides who leads."""
 
     OBSERVE = "observe"
     """Ask the backend for the leader."""
@@ -70,12 +70,14 @@ class Election:
         return self.epoch > 0 and now_s < self.serve_until_s
 
     def is_lapsed(self, now_s: float) -> bool:
-        """Return True if this process has a term whose time is over, so that it must be ended."""
+        """Return True if this process counts as leader and its time is over, so that the term must
+        be ended.
+        """
         return self.epoch > 0 and now_s >= self.serve_until_s
 
     def timeout_s(self, limit_s: float, now_s: float) -> float:
-        """Return how long the next request may take, seconds. A leader's must end before its term
-        does.
+        """Return how long the next request to the election's backend may take, seconds. A leader's
+        must end before its term does.
         """
         if self.epoch == 0:
             return limit_s
@@ -120,7 +122,9 @@ class Election:
         self.next_at_s = now_s + POLL_SHARE * self.ttl_s
 
     def end_term(self, now_s: float, *, min_epoch: int = 0) -> None:
-        """Stop serving in this term for good, and pause so that other candidates go first."""
+        """Stop serving in this term (the time for which this process was elected) for good, and
+        pause so that other candidates go first.
+        """
         self.epoch = 0
         self.leader = None
         self.serve_until_s = min(self.serve_until_s, now_s)

@@ -73,8 +73,8 @@ class EtcdBackend(EtcdGateway):
         return None if pair is None else _decode_leader(pair)
 
     async def acquire(self, address: str, *, ttl_s: int, min_epoch: int, timeout_s: float) -> Claim:
-        """Claim the leadership for ``ttl_s`` in one transaction: under a new lease, with a new
-        epoch.
+        """Claim the leadership for ``ttl_s`` in one transaction: under a new lease of etcd, with a
+        new epoch (number of the term).
 
         Raises: ConflictError if another candidate raised the epoch at the same moment: try again.
         """
@@ -147,7 +147,9 @@ class EtcdBackend(EtcdGateway):
 
 
 def encode_leader(holder: Holder) -> str:
-    """Return the value of the leader's key in a term. Each term has a different value."""
+    """Return the value that etcd's key of the leader has in a term (time of one leader). Each term
+    has a different value.
+    """
     return encode_bytes(msgspec.json.encode(_Leader(holder.address, holder.epoch)))
 
 

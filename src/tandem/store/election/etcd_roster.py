@@ -29,7 +29,7 @@ CHUNKS_AT_ONCE = 2
 
 
 class EtcdRosterStore:
-    """The ``RosterStore`` of one term, in etcd.
+    """The ``RosterStore`` (storage of a store's hosts and removals) of one leader's term, in etcd.
 
     Args:
         gateway: the client of etcd. Not owned.
@@ -55,7 +55,9 @@ class EtcdRosterStore:
         self._timeout_s = timeout_s
 
     async def load(self) -> SavedRoster:
-        """Read the roster and all tombstones. Unreadable keys are logged and skipped."""
+        """Read the roster and all tombstones. Keys of etcd that cannot be parsed are logged and
+        skipped.
+        """
         gateway = self._gateway
         pair = await gateway.read(gateway.key(MEMBERS_KEY), gateway.deadline_s(self._timeout_s))
         roster = None
@@ -64,8 +66,8 @@ class EtcdRosterStore:
                 roster = msgspec.json.decode(decode_value(pair), type=Roster)
             except msgspec.MsgspecError as error:
                 self._corruption.note("roster", f"key {MEMBERS_KEY!r} in etcd: {error}")
-        # etcd also has the count of terms. In the first term no roster can have been lost, so that
-        # the store is new.
+        # etcd also has the count of terms. In the first leader's term no roster (list of hosts) can
+        # have been lost, so that the store is new.
         is_new = pair is None and self._epoch == 1
         return SavedRoster(roster, await self._load_tombstones(), is_new)
 
@@ -90,30 +92,40 @@ class EtcdRosterStore:
                 return batches
 
     async def save(self, roster: Roster) -> None:
-        """Replace the roster's key, if this term lasts."""
+        """Replace the key of the roster (the list of the store's hosts), if this leader's term
+        still lasts.
+        """
         value = encode_bytes(msgspec.json.encode(roster))
         key = self._gateway.key(MEMBERS_KEY)
         await self._change({"request_put": {"key": key, "value": value}})
 
     async def add(self, batch: Batch) -> None:
-        """Write tombstones in chunks under keys of their round, if this term lasts."""
+        """Write tombstones (removals of objects) in chunks, under keys that name the number of
+        their round (one group of changes), if this leader's term still lasts.
+        """
         number, tombstones = batch
         for i, chunk in enumerate(_cut(tombstones)):
             key = self._number_key(number, f"-{i:08x}")
             await self._change({"request_put": {"key": key, "value": encode_bytes(chunk)}})
 
     async def drop(self, below: int) -> None:
-        """Delete the tombstones of rounds below a number, if this term lasts."""
+        """Delete the tombstones (removals of objects) of rounds (numbered groups of changes) below
+        ``below``, if this leader's term still lasts.
+        """
         begin, end = self._gateway.key(TOMBSTONES_KEY), self._number_key(below)
         await self._change({"request_delete_range": {"key": begin, "range_end": end}})
 
     def _number_key(self, number: int | None, suffix: str = "") -> str:
-        """Return the first key of a round's tombstones; for None, the key behind all rounds."""
+        """Return the first key in etcd of the tombstones of round ``number`` (a group of changes
+        that were written together); for None, the key behind those of all rounds.
+        """
         text = "~" if number is None else f"{number:016x}"
         return self._gateway.key(f"{TOMBSTONES_KEY}{text}{suffix}")
 
     async def _change(self, operation: dict[str, Any]) -> None:
-        """Execute an operation if the term still lasts. Raises: PeerLostError if it has ended."""
+        """Execute an operation of etcd if this leader's term still lasts. Raises: PeerLostError if
+        it has ended.
+        """
         body = {"compare": [self._is_ours], "success": [operation]}
         deadline_s = self._gateway.deadline_s(self._timeout_s)
         answer = await self._gateway.post("kv/txn", body, Txn, deadline_s)
@@ -122,7 +134,7 @@ class EtcdRosterStore:
 
 
 def _cut(tombstones: Sequence[Tombstone]) -> Iterator[bytes]:
-    """Yield the tombstones as JSON lists of about ``CHUNK_BYTES`` each."""
+    """Yield the tombstones (removals of objects) as JSON lists of about ``CHUNK_BYTES`` each."""
     chunk: list[bytes] = []
     size = 0
     for tombstone in tombstones:

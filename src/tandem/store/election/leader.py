@@ -41,7 +41,8 @@ TRANSIENT = (PeerLostError, DeadlineError, CapacityError, NotFoundError)
 
 
 class LeaderClient:
-    """A ``MasterChannel`` that keeps one session with the current leader.
+    """A ``MasterChannel`` (for calls to the master) that keeps one session with the current leader
+    of several masters.
 
     Args:
         urls: addresses of masters that may lead.
@@ -85,7 +86,7 @@ class LeaderClient:
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
     async def connect(self, timeout_s: float) -> None:
-        """Start the search, and wait for the first session.
+        """Start the search for the leading master, and wait for the first session with it.
 
         Raises: PermissionDeniedError, UnsupportedError, ConflictError when all masters refuse;
             PeerLostError or DeadlineError when nobody leads in time.
@@ -135,7 +136,9 @@ class LeaderClient:
     def begin_threadsafe(
         self, method: str, request: object, response_type: type[T], *, timeout_s: float
     ) -> BegunCall[T]:
-        """Begin a call to the current leader from another thread; see ``Peer.begin_threadsafe``."""
+        """Begin a call to the current leader from a thread other than the event loop's, which may
+        wait for the answer; see ``Peer.begin_threadsafe``.
+        """
         client = self._client
         if client is None:
             raise PeerLostError("store.leader", f"no master leads: {self._last_error}")

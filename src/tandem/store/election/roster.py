@@ -39,7 +39,7 @@ MAX_RETIRED = 1_000
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """A host that may hold objects."""
+    """A host that may hold objects, as the roster (the durable list of hosts) has it."""
 
     segment_id: str
     disk_id: str = ""
@@ -56,7 +56,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Roster(msgspec.Struct, kw_only=True):
-    """The durable list of a store's hosts and of retired storage."""
+    """The durable list of a store's hosts, and of retired storage (segments and disks whose objects
+    are dead).
+    """
 
     members: dict[str, Member] = msgspec.field(default_factory=dict[str, Member])
     """Members by host name."""
@@ -100,7 +102,9 @@ Batch = tuple[int, Sequence[Tombstone]]
 
 
 class SavedRoster(NamedTuple):
-    """The content of a ``RosterStore``."""
+    """The content of a ``RosterStore``: the list of hosts, and the removals that absent hosts must
+    learn.
+    """
 
     roster: Roster | None
     """The roster; None if there is none or it cannot be read."""
@@ -110,31 +114,38 @@ class SavedRoster(NamedTuple):
 
 
 class RosterStore(Protocol):
-    """The durable storage of one store's membership. Only the leading master may write.
+    """The durable storage of one store's roster (its list of hosts) and tombstones (removals). Only
+    the leading master may write.
 
     Each call raises PeerLostError, DeadlineError or InternalError if it may not have taken effect.
     A call may be repeated.
     """
 
     async def load(self) -> SavedRoster:
-        """Return the roster and all tombstones."""
+        """Return the roster (the list of hosts) and all tombstones (removals of objects)."""
         ...
 
     async def save(self, roster: Roster) -> None:
-        """Replace the roster; returns when it is durable."""
+        """Replace the roster (the list of hosts); returns when it is durable."""
         ...
 
     async def add(self, batch: Batch) -> None:
-        """Add tombstones; returns when they are durable."""
+        """Add the tombstones (removals of objects) of a batch with its round's number; returns when
+        they are durable.
+        """
         ...
 
     async def drop(self, below: int) -> None:
-        """Remove the tombstones of rounds below a number."""
+        """Remove the tombstones (removals of objects) of rounds (numbered groups of changes) below
+        ``below``.
+        """
         ...
 
 
 class MemoryRosterStore:
-    """A ``RosterStore`` in memory, which ends with this object."""
+    """A ``RosterStore`` (storage of a store's hosts and removals) in memory, which ends with this
+    object.
+    """
 
     def __init__(self) -> None:
         self._roster: Roster | None = None
@@ -142,25 +153,33 @@ class MemoryRosterStore:
         self._is_new = True
 
     async def load(self) -> SavedRoster:
-        """Return copies of the roster and all tombstones."""
+        """Return copies of the roster (the list of hosts) and all tombstones (removals of
+        objects).
+        """
         batches = list(self._batches.items())
         return SavedRoster(copy.deepcopy(self._roster), batches, self._is_new)
 
     async def save(self, roster: Roster) -> None:
-        """Keep a copy of the roster."""
+        """Keep a copy of the roster (the list of hosts), in place of the one before."""
         self._roster, self._is_new = copy.deepcopy(roster), False
 
     async def add(self, batch: Batch) -> None:
-        """Keep a copy of the tombstones of a round."""
+        """Keep a copy of the tombstones (removals of objects) of a round (a numbered group of
+        changes).
+        """
         self._batches[batch[0]] = list(batch[1])
 
     async def drop(self, below: int) -> None:
-        """Remove the tombstones of rounds below a number."""
+        """Remove the tombstones (removals of objects) of rounds (numbered groups of changes) below
+        ``below``.
+        """
         self._batches = {number: b for number, b in self._batches.items() if number >= below}
 
 
 class Tombstones:
-    """All tombstones of a store in memory: only the newest of each key and prefix."""
+    """All tombstones (removals of objects) of a store in memory: only the newest of each key and of
+    each removed prefix of keys.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[str, tuple[int, int]] = {}
@@ -176,7 +195,9 @@ class Tombstones:
         return len(self._keys) + len(self._prefixes)
 
     def add(self, number: int, tombstones: Iterable[Tombstone]) -> None:
-        """Add the tombstones of one round."""
+        """Add the tombstones (removals of objects) of round ``number``, a group of changes that is
+        made durable at once.
+        """
         if not len(self):
             self._oldest_number = number
         self._oldest_number = min(number, self._oldest_number)
@@ -194,7 +215,7 @@ class Tombstones:
         self._lengths = sorted(set(map(len, self._prefixes)))
 
     def find(self, key: str) -> int:
-        """Return the version up to which objects of ``key`` are dead; -1 if none is."""
+        """Return the version up to which objects of ``key`` were removed; -1 if none was."""
         found = self._keys[key][0] if key in self._keys else -1
         for length in self._lengths:
             entry = self._prefixes.get(key[:length])
@@ -203,7 +224,9 @@ class Tombstones:
         return found
 
     def release(self, below: int) -> bool:
-        """Forget the tombstones of rounds below a number. Return True if there were any."""
+        """Forget the tombstones of rounds (numbered groups of changes) below ``below``. Return True
+        if there were any.
+        """
         if not len(self) or self._oldest_number >= below:
             return False
         before = len(self)
@@ -214,7 +237,9 @@ class Tombstones:
         return len(self) < before
 
     def move(self, number: int) -> list[Tombstone]:
-        """Assign all tombstones to one round, and return them, to be written anew in that round."""
+        """Assign all tombstones to round ``number`` (a group of changes made durable at once), and
+        return them, to be written anew in that round.
+        """
         self._oldest_number = number
         self.newest_number = max(number, self.newest_number)
         moved: list[Tombstone] = []
@@ -226,7 +251,8 @@ class Tombstones:
 
 
 class RosterWriter:
-    """Makes changes of the roster durable in rounds: changes during a write go into the next round.
+    """Makes changes of the roster (the list of hosts) and new tombstones (removals) durable in
+    rounds: changes during a write go into the next round.
 
     Args:
         store: the storage to write to; borrowed.
@@ -260,27 +286,31 @@ class RosterWriter:
         self._is_running = False
 
     async def save(self) -> None:
-        """Make the roster durable in its current state."""
+        """Make the roster (the list of hosts) durable in its current state; returns when it is."""
         self._is_changed = True
         await asyncio.shield(self._join_round())
 
     async def settle(self) -> None:
-        """Wait until all changes requested so far are durable."""
+        """Wait until all changes of hosts and removals that were requested so far are durable."""
         if self._last is not None:
             await asyncio.shield(self._last)
 
     async def add(self, tombstones: Sequence[Tombstone]) -> None:
-        """Make these tombstones durable, in the round that ``number`` names at the call."""
+        """Make these tombstones (removals of objects) durable, in the round (group of changes) that
+        the field ``number`` names at the call; returns when they are.
+        """
         self._tombstones += tombstones
         await asyncio.shield(self._join_round())
 
     def note_change(self) -> None:
-        """Have the roster written soon, without waiting."""
+        """Have the roster (the list of hosts), which has changed, written soon, without waiting."""
         self._is_changed = True
         self._join_round()
 
     def drop(self, below: int) -> None:
-        """Have the tombstones of rounds below a number removed soon, without waiting."""
+        """Have the tombstones (removals) of rounds (numbered groups of changes) below ``below``
+        removed soon, without waiting.
+        """
         self._drop_below = max(self._drop_below, below)
         self._join_round()
 
@@ -300,8 +330,8 @@ class RosterWriter:
             below, self._drop_below = self._drop_below, 0
             self._num_written += len(self._tombstones)
             if self._num_written > 2 * len(self._all) + COMPACT_TOMBSTONES:
-                # Rewrite all tombstones in this round, because many written ones were superseded by
-                # newer ones of their keys.
+                # Write all tombstones (removals) anew with this round of changes, because many of
+                # those in the store are superseded by newer ones of their keys.
                 batch, below = (self.number, self._all.move(self.number)), self.number
             if below:
                 self._num_written = min(self._num_written, len(self._all))

@@ -20,7 +20,8 @@ __all__ = ["FileRosterStore"]
 
 
 class FileRosterStore:
-    """A ``RosterStore`` in the files ``members.NAME`` and ``tombstones.NAME`` of a folder.
+    """A ``RosterStore`` (storage of a store's hosts and removals) in the files ``members.NAME`` and
+    ``tombstones.NAME`` of a folder.
 
     Args:
         folder: a folder that only this user can enter.
@@ -35,18 +36,20 @@ class FileRosterStore:
         self._corruption = CorruptionLog() if corruption is None else corruption
 
     async def load(self) -> SavedRoster:
-        """Read the roster and all tombstones from the files. Raises also: UnsupportedError if a
-        later version wrote them.
+        """Read the roster (the list of hosts) and all tombstones (removals of objects) from the
+        files. Raises also: UnsupportedError if a later version wrote them.
         """
         return await asyncio.to_thread(self._load)
 
     async def save(self, roster: Roster) -> None:
-        """Replace the roster's file atomically, and sync it."""
+        """Replace the file of the roster (the list of hosts) atomically, and sync it to the
+        disk.
+        """
         line = pack_line(msgspec.json.encode(roster))
         await asyncio.to_thread(self._save, line)
 
     async def add(self, batch: Batch) -> None:
-        """Append tombstones to their file, and sync it."""
+        """Append tombstones (removals of objects) to their file, and sync it to the disk."""
         await asyncio.to_thread(self._append, pack_line(msgspec.json.encode(batch)))
 
     async def drop(self, below: int) -> None:
@@ -59,8 +62,8 @@ class FileRosterStore:
         lines = self._read_lines(self._members, "roster")
         tombstones = self._load_tombstones()
         if lines is None:
-            # The tombstone file is created with the first roster. If it exists without a roster
-            # file, the roster was lost.
+            # The file of tombstones (removals) is created with the first roster (list of hosts). If
+            # it exists without a roster file, the roster was lost.
             return SavedRoster(None, tombstones, is_new=not self._tombstones.exists())
         try:
             return SavedRoster(msgspec.json.decode(lines[0], type=Roster), tombstones)
@@ -83,8 +86,8 @@ class FileRosterStore:
         return batches
 
     def _read_lines(self, path: Path, name: str) -> list[bytes] | None:
-        """Return the lines of a file; None if the file is missing. A file with corrupt or missing
-        line copies is rewritten.
+        """Return the lines of a file, each of which is stored twice; None if the file is missing.
+        If a copy of a line is corrupt or missing, the file is rewritten.
         """
         try:
             data = path.read_bytes()

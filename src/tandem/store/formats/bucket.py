@@ -50,7 +50,9 @@ POSITION = struct.Struct("<Q")
 
 
 class Record(NamedTuple):
-    """The place of an object on the disk, and the fields of its header."""
+    """One object on a disk: its place in a bucket (a file of many objects), and the fields of its
+    header.
+    """
 
     bucket: int
     position: int
@@ -63,19 +65,21 @@ class Record(NamedTuple):
 
 
 def record_bytes(key_bytes: int, value_bytes: int) -> int:
-    """Return the length of a record, a multiple of ``ALIGNMENT``."""
+    """Return the length of a record (an object with header and key, as it is stored on a disk), a
+    multiple of ``ALIGNMENT``.
+    """
     whole = layout.value_offset(key_bytes, value_bytes) + value_bytes
     return whole + ALIGNMENT - 1 & -ALIGNMENT
 
 
 def pack_bucket_head(number: int, file_bytes: int, folder_id: bytes) -> bytes:
-    """Return the first ``HEAD_BYTES`` of a bucket file."""
+    """Return the first ``HEAD_BYTES`` of a bucket (a file of an SSD tier with many objects)."""
     return pack_head(BUCKET_MAGIC, BUCKET.pack(ALIGNMENT, file_bytes, number, folder_id))
 
 
 def parse_bucket_head(data: bytes, number: int, folder_id: bytes) -> bool:
-    """Check the first bytes of a bucket file. Return True if one of the two copies of its head is
-    corrupt.
+    """Check the first bytes of a bucket (a file of an SSD tier with many objects). Return True if
+    one of the two copies of its head is corrupt.
 
     Raises: CorruptionError if they are none, or another bucket's; UnsupportedError (version).
     """
@@ -87,7 +91,8 @@ def parse_bucket_head(data: bytes, number: int, folder_id: bytes) -> bool:
 
 
 def parse_folder_id(data: bytes) -> bytes:
-    """Return the id of the folder that a bucket belongs to, from the bucket's first bytes.
+    """Return the id of the folder that a bucket (a file of many objects) belongs to, from its first
+    bytes.
 
     Raises: CorruptionError, UnsupportedError.
     """
@@ -95,13 +100,16 @@ def parse_folder_id(data: bytes) -> bytes:
 
 
 def pack_record(record: Record) -> bytes:
-    """Return the part of a record before the table: header and key, padded."""
+    """Return the part of a record (an object as it is stored on a disk) before the checksum table:
+    header and key, padded.
+    """
     text = pack_object(record.header, record.bucket, record.position)
     return text.ljust(layout.table_offset(len(text) - layout.HEADER_BYTES), b"\0")
 
 
 def parse_record(data: Any, bucket: int, position: int) -> Record:
-    """Read the record header and key at the beginning of ``data``.
+    """Read the header and key of the record (an object in a bucket file) at the beginning of
+    ``data``.
 
     Raises: CorruptionError if they are corrupt, or were written for another place.
     """
@@ -112,13 +120,15 @@ def parse_record(data: Any, bucket: int, position: int) -> Record:
 
 
 def pack_index(number: int, records: Sequence[Record]) -> bytes:
-    """Return the index file of a full bucket: the position, header and key of each record."""
+    """Return the content of the index file of a full bucket (a file of many objects): the position,
+    header and key of each object.
+    """
     body = b"".join(POSITION.pack(r.position) + pack_record(r) for r in records)
     return pack_head(INDEX_MAGIC, INDEX.pack(number, len(records), checksum_bytes(body))) + body
 
 
 def parse_index(data: bytes, number: int) -> list[Record]:
-    """Read the index of a bucket.
+    """Read the index file of a bucket: the place and header of each object in it.
 
     Raises: CorruptionError; the bucket itself can be read instead. UnsupportedError (version).
     """

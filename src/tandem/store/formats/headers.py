@@ -129,7 +129,7 @@ def _parse_copy(data: bytes, at: int, magic: bytes, num_bytes: int, what: str) -
 
 
 class ExtentHeader(NamedTuple):
-    """The fields of an object's header."""
+    """The fields of the header that is stored in front of an object in memory and on disks."""
 
     key: str
     size: int
@@ -164,15 +164,17 @@ def parse_object(memory: Any, at: int, home: int, position: int) -> ExtentHeader
 
 
 class RecordTombstone(NamedTuple):
-    """A durable note that the record of this version in this bucket is dead."""
+    """A durable note that the record of this version (an object on a disk) in this bucket (file) is
+    dead.
+    """
 
     version: int
     bucket: int
 
 
 def pack_tombstones(tombstones: Sequence[RecordTombstone]) -> bytes:
-    """Return entries for the tombstone file, each entry twice, so that one corrupt copy loses
-    none.
+    """Return the bytes to append to a disk's file of tombstones (notes of dead objects), each entry
+    twice, so that one corrupt copy loses none.
     """
     entries = [TOMBSTONE.pack(*tombstone) for tombstone in tombstones]
     return b"".join(
@@ -181,7 +183,8 @@ def pack_tombstones(tombstones: Sequence[RecordTombstone]) -> bytes:
 
 
 def parse_tombstones(data: bytes) -> tuple[list[RecordTombstone], int]:
-    """Read the tombstone file. Return the tombstones and the number of corrupt copies.
+    """Read a disk's file of tombstones (notes of dead objects). Return them and the number of
+    corrupt copies.
 
     An incomplete entry at the end is ignored: the removal was never acknowledged.
     """
@@ -201,8 +204,8 @@ def parse_tombstones(data: bytes) -> tuple[list[RecordTombstone], int]:
 
 
 def pack_line(body: bytes) -> bytes:
-    """Return a JSON body, which contains no line breaks, as two identical lines of a roster
-    file.
+    """Return a JSON body, which contains no line breaks, as two identical lines, as the files of
+    the roster (the list of hosts) have them.
     """
     text = b"%d %s" % (FORMAT, body)
     return b"\n%08x %s\n" % (checksum_bytes(text), text) * LINE_COPIES

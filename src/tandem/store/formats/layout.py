@@ -55,17 +55,22 @@ def table_bytes(value_bytes: int) -> int:
 
 
 def table_offset(key_bytes: int) -> int:
-    """Return the offset of the checksum table from the beginning of an extent."""
+    """Return the offset of the checksum table from the beginning of the object's extent (its range
+    in a segment).
+    """
     return HEADER_BYTES + _align(key_bytes)
 
 
 def value_offset(key_bytes: int, value_bytes: int) -> int:
-    """Return the offset of the value from the beginning of an extent."""
+    """Return the offset of the value from the beginning of the object's extent (its range in a
+    segment).
+    """
     return table_offset(key_bytes) + table_bytes(value_bytes)
 
 
 def extent_bytes(key_bytes: int, value_bytes: int) -> int:
-    """Return the length of an extent in bytes, a multiple of the granule.
+    """Return the bytes that an object takes in a segment, header and padding included: a multiple
+    of the granule (the unit of allocation).
 
     Raises: ConfigError for a negative size or one that no segment could hold.
     """

@@ -141,7 +141,8 @@ class DiskTier:
         self._running: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Read the bucket files. Torn records are skipped, corrupt buckets quarantined.
+        """Read the bucket files, each of which has many records (copies of objects). Records whose
+        writing was cut short are skipped, corrupt buckets moved aside.
 
         Raises: UnsupportedError if a later version of the software wrote the folder; InternalError
             if the folder cannot be read.
@@ -188,7 +189,7 @@ class DiskTier:
         await self._ending.aclose()  # After the disk operations, since these tasks wait for them.
 
     def status(self) -> DiskStatus:
-        """Return the status of the tier, for the master."""
+        """Return the status of this SSD tier, for the host's report to the master."""
         return DiskStatus(
             state=self.state,
             capacity_bytes=self.capacity_bytes,
@@ -206,7 +207,7 @@ class DiskTier:
 
     @property
     def disk_id(self) -> str:
-        """Id of the folder, unchanged by restarts, hexadecimal."""
+        """Id of the disk's folder, unchanged by restarts, hexadecimal."""
         return self._io.port.folder_id.hex()
 
     @property
@@ -222,27 +223,33 @@ class DiskTier:
             self._queue.add(offset, header.version)
 
     def on_loaded(self, offset: int, header: ExtentHeader) -> None:
-        """Note that an object was loaded from the disk into memory."""
+        """Note that an object was loaded from the disk into memory, so that it need not be written
+        again.
+        """
         record = self.index.find(header.key)
         if record is not None and record.header.version == header.version:
             self._offsets[header.key] = offset
 
     def on_wiped(self, offset: int, key: str) -> None:
-        """Note that an object was wiped from memory."""
+        """Note that the object of ``key`` at ``offset`` was wiped (removed) from memory. Its copy
+        on the disk stays.
+        """
         self._queue.versions.pop(offset, None)
         if self._offsets.get(key) == offset:
             del self._offsets[key]
 
     def take_changes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the records written and the records removed since the last call: version by key of
-        each.
+        """Return the objects that were written to the disk, and those that were lost from it, since
+        the last call: for both, version by key.
         """
         changes = self.stored, self.dropped
         self.stored, self.dropped = {}, {}
         return changes
 
     def list_records(self) -> list[Record]:
-        """Return the records that a restart would find, without those that were forgotten."""
+        """Return the records (copies of objects on the disk) that a restart would find, without
+        those that the master had forgotten.
+        """
         leaving = [r for key, r in self._leaving.items() if self.index.find(key) is None]
         return [*self.index.list_records(), *leaving]
 
@@ -254,8 +261,9 @@ class DiskTier:
         """
         record = self.index.find_same(header)
         if record is None and (ending := self._ending.list_running()):
-            # The record may be in a bucket that is being removed. Wait for the end of that before
-            # reporting the record as lost: until then a restart would find it.
+            # The object may be in a bucket (a file of many objects) that is being removed. Wait for
+            # the end of that before reporting the object as lost: until then a restart would find
+            # it.
             await asyncio.wait(ending)
             record = self.index.find_same(header)
         if record is None or self.is_failed:
@@ -289,7 +297,9 @@ class DiskTier:
             self._note_gone(record)
 
     async def forget(self, keys: Sequence[str], versions: Sequence[int]) -> None:
-        """Forget objects up to these versions. On return no restart finds them again."""
+        """Forget the disk's copies of objects, of each key up to its version. On return no restart
+        finds them again.
+        """
         if self.is_failed:
             return
         for key, version in zip(keys, versions, strict=True):
@@ -314,7 +324,8 @@ class DiskTier:
             await asyncio.wait(earlier)
 
     async def _bury(self, records: Iterable[Record]) -> None:
-        """Write tombstones for dead records. If the disk cannot write them, remove the buckets
+        """Write tombstones for dead records (copies of objects on the disk), so that no restart
+        finds them. If the disk cannot write them, remove the buckets (files) with these records
         instead.
         """
         tombstones = [RecordTombstone(record.header.version, record.bucket) for record in records]
@@ -323,7 +334,8 @@ class DiskTier:
         await self._end(self._write_tombstones(tombstones))
 
     async def _end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a removal of records to its end, even if its caller is cancelled.
+        """Run ``work``, a removal of records (copies of objects on the disk), to its end, even if
+        its caller is cancelled.
 
         The index no longer has the records, while a restart would still find them. An order to
         forget keys therefore waits for all such work.
@@ -338,8 +350,8 @@ class DiskTier:
                 return
             self.counts["errors"] += 1
             logger.warning("event=tombstones_unwritten reason=%s", error)
-            # The tombstones were not written. Remove the buckets instead, because removing a file
-            # needs no space.
+            # The tombstones (notes of dead objects) were not written. Remove the buckets (files)
+            # with these objects instead, because removing a file needs no space.
             for number in sorted({tombstone.bucket for tombstone in tombstones}):
                 await self._give_up_bucket(number)
         finally:
@@ -350,7 +362,9 @@ class DiskTier:
             self.counts["errors"] += 1
 
     def _note_gone(self, record: Record) -> None:
-        """Report a record to the master as lost, unless a newer copy has been written."""
+        """Report a record (an object's copy on the disk) to the master as lost, unless a newer copy
+        has been written.
+        """
         if self.index.find(record.header.key) is None:
             self.stored.pop(record.header.key, None)
             self._offsets.pop(record.header.key, None)
@@ -397,8 +411,8 @@ class DiskTier:
             self.on_change()
 
     async def _write_round(self) -> None:
-        """Write queued objects up to ``ROUND_BYTES``, then sync. They count as copies only after
-        the sync.
+        """Write queued objects, ``ROUND_BYTES`` at most, to the disk, then sync. They count as
+        copies only after the sync.
         """
         self._round_ended.clear()
         begin_s = self._clock.now_s()
@@ -428,8 +442,8 @@ class DiskTier:
                     writer.torn.append(record)  # Wiped while it was copied.
             await self._count(writer)
         except BaseException:
-            # The records of a failed round may be on the disk. Remember them, so that ``forget``
-            # also writes tombstones for them.
+            # The records (objects) of a failed round of writes may be on the disk. Remember them,
+            # so that ``forget`` also writes tombstones (notes that they are dead) for them.
             self._doubtful |= self._flight
             for record, place in writer.placed:
                 self._queue.put_back(place, record.header.version)
@@ -447,7 +461,9 @@ class DiskTier:
         return RecordWriter(self._io, self._segment.data, bucket)
 
     async def _count(self, writer: RecordWriter) -> None:
-        """Sync the written records and add them to the index. From now on they count as copies."""
+        """Sync the records (objects) that ``writer`` has written, and add them to the index. From
+        now on they count as copies.
+        """
         await writer.finish()
         bucket = writer.bucket
         if not writer.placed or bucket is None:
@@ -471,9 +487,9 @@ class DiskTier:
         bucket.used_bytes = max(bucket.used_bytes, writer.at)
         if dead:
             await self._bury(dead)
-        # Remove the records from the round in flight only after the tombstones are written: an
-        # order to forget a key waits for its record in flight, and so for the tombstones of older
-        # records of that key.
+        # Take these records (objects) out of the round in flight only after the tombstones (notes
+        # that older records are dead) are on the disk: an order to forget a key waits for its
+        # record in flight, and so for the tombstones of older records of that key.
         for record, _ in writer.placed:
             self._flight.pop(record.header.key, None)
         writer.placed.clear()
@@ -481,7 +497,8 @@ class DiskTier:
         self.on_change()
 
     async def _begin_bucket(self, least_bytes: int) -> Bucket:
-        """Seal the open bucket and make another. Evict buckets until there is room.
+        """Seal the open bucket (the file that objects are appended to) and make another, with room
+        for ``least_bytes``. Evict buckets until there is space.
 
         Raises: CapacityError (there is no room for a bucket, even after evictions).
         """
@@ -506,8 +523,8 @@ class DiskTier:
             await self._io.bounded(self._io.port.make_bucket(number, nbytes))
         except CapacityError:
             # The file system is smaller than the capacity, or other programs fill it. Continue
-            # within the current size, and evict one bucket at most: evicting more would lose copies
-            # without gaining space.
+            # within the current size, and evict one bucket (file of objects) at most: evicting more
+            # would lose copies without gaining space.
             self._room_bytes = self.index.file_bytes
             self._room_known_s = self._clock.now_s()
             victim = self.index.pick_victim(-1)
@@ -525,8 +542,8 @@ class DiskTier:
         return opened
 
     async def _seal(self, bucket: Bucket, used_bytes: int) -> None:
-        """Write the index of a bucket that is full or abandoned, and truncate its file to the used
-        bytes.
+        """Write the index file of a bucket (a file of objects) that is full or abandoned, and
+        truncate the bucket's file to the used bytes.
         """
         listed = [record for record in bucket.records if self.index.is_live(record)]
         data = form.pack_index(bucket.number, listed)
@@ -537,7 +554,9 @@ class DiskTier:
             del self._doubtful[key]  # A start trusts the index, which lacks this record.
 
     async def _abandon_bucket(self) -> None:
-        """Seal the open bucket after a failure. Nothing more is written to it."""
+        """Seal the open bucket (the file that objects are appended to) after a failure. Nothing
+        more is written to it.
+        """
         bucket, self._open = self._open, None
         if bucket is None or self.is_failed or bucket.number not in self.index.buckets:
             return
@@ -547,8 +566,8 @@ class DiskTier:
             logger.warning("event=bucket_unsealed bucket=%d reason=%s", bucket.number, error)
 
     async def _evict(self, number: int) -> None:
-        """Evict a bucket. Those of its objects that are also in memory are written again, since
-        they are in use.
+        """Evict a bucket (a file of many objects). Those of its objects that are also in memory are
+        in use: they are written again to another bucket if the disk is much larger than memory.
         """
         await self._end(self._evict_records(number))
 
@@ -583,16 +602,16 @@ class DiskTier:
             self._note_gone(record)
 
     async def _remove_bucket(self, number: int) -> None:
-        """Remove a bucket without live records. Its bytes count as used until its files are
-        gone.
+        """Remove a bucket (file) that has no live record, which the caller ensures. Its bytes count
+        as used until its files are gone.
         """
         await self._remove_surely(number)
         if number in self.index.buckets:  # False if the bucket was given up meanwhile.
             assert not self.index.drop_bucket(number), number
 
     async def _remove_surely(self, number: int) -> None:
-        """Remove a bucket's files, or give the disk up: a restart would find records that the index
-        no longer has.
+        """Remove a bucket's files, or give the disk up if that fails: a restart would find records
+        (objects) there that the index no longer has.
         """
         for attempt in range(1, REMOVE_ATTEMPTS + 1):
             try:

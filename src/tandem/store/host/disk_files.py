@@ -95,8 +95,8 @@ class DiskFolder:
             corruption = CorruptionLog()
             folder_id = lock_folder(path, descriptor, corruption)
             mark = marks / f"{folder_id.hex()}.ssd-condemned"
-            # ``condemn`` renames this file to the mark, because a rename needs neither a free
-            # descriptor nor space.
+            # ``condemn`` renames this file to the mark that makes the folder's content invalid,
+            # because a rename needs neither a free descriptor nor space.
             with suppress(OSError):  # ``condemn`` tries again.
                 mark.with_suffix(BELIEVED).touch(mode=0o600)
             folder = cls(path, descriptor, folder_id, engine, mark)
@@ -144,7 +144,9 @@ class DiskFolder:
         return found
 
     async def make_bucket(self, number: int, nbytes: int) -> None:
-        """Create a bucket file, reserve its space, and sync the folder."""
+        """Create a bucket (a file for many objects) of ``nbytes``, reserve its space, and sync the
+        folder.
+        """
         await asyncio.to_thread(self._make_bucket, number, nbytes)
 
     def _make_bucket(self, number: int, nbytes: int) -> None:
@@ -164,11 +166,15 @@ class DiskFolder:
         os.posix_fallocate(descriptor, 0, nbytes)
 
     async def write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """Write the first bytes of ``buffer`` to a bucket by the transfer engine."""
+        """Write the first ``nbytes`` of ``buffer`` to a bucket (a file of many objects) at offset
+        ``at``, by the transfer engine.
+        """
         await self._move(Op.WRITE, number, at, buffer, nbytes)
 
     async def read(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """Read from a bucket into ``buffer`` by the transfer engine."""
+        """Read ``nbytes`` of a bucket (a file of many objects) from offset ``at`` on into
+        ``buffer``, by the transfer engine.
+        """
         await self._move(Op.READ, number, at, buffer, nbytes)
 
     async def _move(self, op: Op, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
@@ -181,7 +187,7 @@ class DiskFolder:
             self._unuse(opened)
 
     async def sync(self, number: int) -> None:
-        """Sync a bucket file in a thread."""
+        """Sync a bucket file to the disk, in a thread."""
         opened = await self._use(number)
         try:
             await asyncio.to_thread(opened.segment.sync)
@@ -189,7 +195,9 @@ class DiskFolder:
             self._unuse(opened)
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
-        """Truncate a bucket file, and close it: an open one has the old length."""
+        """Truncate a bucket file, and close it, since the transfer engine knows an open file by its
+        old length.
+        """
         await asyncio.to_thread(self._cut_bucket, number, nbytes)
         self._forget(number)  # An open segment has the old length.
 
@@ -208,7 +216,9 @@ class DiskFolder:
         await asyncio.to_thread(self._unlink, self._bucket(number))
 
     async def quarantine_bucket(self, number: int) -> None:
-        """Rename a bucket file to ``QUARANTINED``, in place of an earlier one."""
+        """Rename a corrupt bucket file to ``QUARANTINED``, in place of an earlier one, so that it
+        is not read again.
+        """
         self._forget(number)
         await asyncio.to_thread(self._quarantine, self._bucket(number))
 
@@ -332,7 +342,9 @@ class DiskFolder:
             path.unlink(missing_ok=True)
 
     def condemn(self) -> None:
-        """Leave the mark that the folder's content is not to be used after a restart."""
+        """Leave a file on another disk that says that this folder's content must not be used after
+        a restart.
+        """
         try:
             self._mark.with_suffix(BELIEVED).rename(self._mark)
         except FileNotFoundError:  # The mark was removed or renamed already.

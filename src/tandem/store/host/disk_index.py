@@ -19,7 +19,7 @@ unit of eviction.
 
 
 def choose_bucket_bytes(capacity_bytes: int) -> int:
-    """Return the bytes of a bucket, from the capacity of the disk."""
+    """Return the size of each bucket (file of many objects), from the capacity of the disk."""
     wanted = capacity_bytes // BUCKETS_OF_CAPACITY // ALIGNMENT * ALIGNMENT
     return max(MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, wanted))
 
@@ -32,7 +32,7 @@ its space.
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """One bucket file: its sizes, its last use, and its records."""
+    """One bucket (a file of many objects): its sizes, its last use, and its records (objects)."""
 
     number: int
     file_bytes: int
@@ -46,7 +46,9 @@ class Bucket:
 
 
 class DiskIndex:
-    """The live records and the buckets of one disk. Not thread-safe."""
+    """The live records (newest copies of objects) and the buckets (files of records) of one disk.
+    Not thread-safe.
+    """
 
     def __init__(self) -> None:
         self.buckets: dict[int, Bucket] = {}
@@ -60,15 +62,17 @@ class DiskIndex:
         return len(self._records)
 
     def find(self, key: str) -> Record | None:
-        """Return the live record of a key; None without one."""
+        """Return the live record of a key (the newest copy of its object on the disk); None without
+        one.
+        """
         return self._records.get(key)
 
     def list_records(self) -> list[Record]:
-        """Return all live records, as a new list."""
+        """Return all live records (the newest copy of each object on the disk), as a new list."""
         return list(self._records.values())
 
     def add_bucket(self, number: int, file_bytes: int) -> Bucket:
-        """Add an empty bucket to the index."""
+        """Add an empty bucket (a file for many objects) to the index, and return it."""
         assert number not in self.buckets, number
         bucket = Bucket(number, file_bytes)
         self.buckets[number] = bucket
@@ -83,7 +87,8 @@ class DiskIndex:
         bucket.file_bytes = file_bytes
 
     def add(self, record: Record) -> Record | None:
-        """Add a record, and make it the live one of its key unless the live one is newer.
+        """Add a record (a copy of an object on the disk), and make it the live one of its key
+        unless the live one is newer.
 
         Returns: the record that is dead now: the older of the two; None if the key had none.
         """
@@ -101,7 +106,9 @@ class DiskIndex:
         return earlier
 
     def remove(self, key: str, version: int) -> Record | None:
-        """Forget and return the record of a key if its version is at most ``version``."""
+        """Forget the live record (copy on the disk) of a key if its version is at most ``version``,
+        and return it; else return None.
+        """
         record = self._records.get(key)
         if record is None or record.header.version > version:
             return None
@@ -114,11 +121,15 @@ class DiskIndex:
         self.live_bytes -= record.length
 
     def is_live(self, record: Record) -> bool:
-        """Return True if this record is the live one of its key."""
+        """Return True if this record is the live one of its key: no newer copy was added and it was
+        not removed.
+        """
         return self._records.get(record.header.key) is record
 
     def drop_bucket(self, number: int) -> list[Record]:
-        """Forget a bucket, and return its records that were live."""
+        """Forget a bucket (a file of many objects), and return those of its records that were
+        live.
+        """
         bucket = self.buckets.pop(number)
         self.file_bytes -= bucket.file_bytes
         lost = [record for record in bucket.records if self.is_live(record)]
@@ -128,17 +139,19 @@ class DiskIndex:
         return lost
 
     def touch(self, number: int) -> None:
-        """Mark a bucket as used most recently, for LRU eviction."""
+        """Mark a bucket (a file of many objects) as used most recently, for LRU eviction."""
         self._tick += 1
         self.buckets[number].used_tick = self._tick
 
     def pick_dead(self, kept: int) -> list[int]:
-        """Return the buckets without live records, except ``kept``."""
+        """Return the numbers of the buckets (files of many objects) without live records, except
+        ``kept``.
+        """
         return [n for n, bucket in self.buckets.items() if not bucket.live_bytes and n != kept]
 
     def pick_victim(self, kept: int) -> int | None:
-        """Return the bucket to evict next, except ``kept``: sparse buckets first, then the least
-        recently used.
+        """Return the number of the bucket (file of objects) to evict next, except ``kept``: first
+        those with few live bytes, then the least recently used; None without any.
         """
         able = [bucket for bucket in self.buckets.values() if bucket.number != kept]
         sparse = [b for b in able if b.live_bytes < SPARSE_SHARE * b.file_bytes]
@@ -147,14 +160,17 @@ class DiskIndex:
         return min(able, key=lambda bucket: bucket.used_tick).number if able else None
 
     def find_same(self, header: ExtentHeader) -> Record | None:
-        """Return the live record of the key if its size, version and checksum are the same."""
+        """Return the live record (copy on the disk) of the header's key if its size, version and
+        checksum are those of the header; else None.
+        """
         record = self.find(header.key)
         return record if record is not None and record.header[1:4] == header[1:4] else None
 
     def keep_tombstones(
         self, tombstones: Iterable[RecordTombstone], going: Collection[int] = ()
     ) -> list[RecordTombstone]:
-        """Return the tombstones whose buckets still exist; the other tombstones have no effect.
+        """Return the tombstones (notes that a record is dead) whose buckets (files) still exist;
+        the other tombstones have no effect.
 
         Args:
             tombstones: to choose from.

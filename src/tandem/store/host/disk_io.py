@@ -46,7 +46,8 @@ class DiskBuffer(Protocol):
 
 
 class DiskPort(Protocol):
-    """The files of one folder, which no other process uses: buckets by number, notes by name.
+    """The files of one folder, which no other process uses: buckets (large files of many objects)
+    by number, notes (small files) by name.
 
     Each method raises CapacityError if space is missing, and another TandemError for other
     failures.
@@ -66,15 +67,17 @@ class DiskPort(Protocol):
         ...
 
     async def make_bucket(self, number: int, nbytes: int) -> None:
-        """Create a bucket file and reserve its space."""
+        """Create a bucket (a large file) of ``nbytes`` and reserve its space."""
         ...
 
     async def write(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """Write the first bytes of ``buffer`` to a bucket. They are durable after ``sync``."""
+        """Write the first ``nbytes`` of ``buffer`` to a bucket (a large file) at offset ``at``.
+        They are durable after ``sync``.
+        """
         ...
 
     async def read(self, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
-        """Read from a bucket into ``buffer``."""
+        """Read ``nbytes`` of a bucket (a large file) from offset ``at`` on into ``buffer``."""
         ...
 
     async def sync(self, number: int) -> None:
@@ -92,7 +95,9 @@ class DiskPort(Protocol):
         ...
 
     async def quarantine_bucket(self, number: int) -> None:
-        """Move a corrupt bucket file aside, in place of the one quarantined before."""
+        """Move a corrupt bucket file aside, so that it is not read again; it replaces the one that
+        was moved aside before.
+        """
         ...
 
     async def read_note(self, name: str) -> bytes:
@@ -149,7 +154,7 @@ class DiskIo:
         return self._free.pop() if self._free else self.port.make_buffer(PIECE_BYTES)
 
     async def write_bytes(self, number: int, data: bytes) -> None:
-        """Write data that fits in one buffer to the beginning of a bucket."""
+        """Write data that fits in one buffer to the beginning of a bucket (a large file)."""
         buffer = await self.take_buffer()
         try:
             buffer.array[: len(data)] = np.frombuffer(data, np.uint8)
@@ -191,13 +196,13 @@ class DiskIo:
 
 
 class RecordWriter:
-    """A writer that packs records one behind the other and writes them in pieces: one is filled
-    while others are written.
+    """A writer that packs records (objects with headers) one behind the other and writes them to a
+    disk in pieces: one piece is filled while others are written.
 
     Args:
         io: the disk.
         data: the segment that objects are copied from.
-        bucket: the bucket to append to; None to place nothing.
+        bucket: the bucket (file) to append to; None to place nothing.
     """
 
     def __init__(self, io: DiskIo, data: npt.NDArray[np.uint8], bucket: Bucket | None) -> None:
@@ -216,7 +221,9 @@ class RecordWriter:
         self._writes: list[asyncio.Task[None]] = []
 
     async def add(self, record: Record, offset: int) -> None:
-        """Copy an object from the segment into the pieces, behind the last record."""
+        """Copy the object at ``offset`` in the segment into the pieces that are written to the
+        disk, behind the object before.
+        """
         self.placed.append((record, offset))
         head = np.frombuffer(form.pack_record(record), np.uint8)
         key_bytes = len(record.header.key.encode())
@@ -261,12 +268,14 @@ class RecordWriter:
             self._io.give_buffer(buffer)
 
     async def finish(self) -> None:
-        """Write the last piece and wait for all writes."""
+        """Write the last, incomplete piece and wait for all writes."""
         await self._push()
         await asyncio.gather(*self._writes)
 
     async def abandon(self) -> None:
-        """Wait for running writes and ignore their errors."""
+        """Give up what is not being written yet, wait for the running writes, and ignore their
+        errors.
+        """
         if self._buffer is not None:
             self._io.give_buffer(self._buffer)
             self._buffer = None

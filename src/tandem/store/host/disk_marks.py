@@ -87,7 +87,9 @@ def lock_folder(path: Path, descriptor: int, corruption: CorruptionLog) -> bytes
 
 
 def _ask_buckets(path: Path) -> bytes | None:
-    """Return the folder id that most buckets in the folder name; None without readable buckets."""
+    """Return the folder id that most buckets (files of objects) in the folder name in their heads;
+    None without readable buckets.
+    """
     ids: collections.Counter[bytes] = collections.Counter()
     for file in path.glob(f"*{SUFFIX}"):
         descriptor = open_own_file(file, os.O_RDONLY)

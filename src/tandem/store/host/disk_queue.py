@@ -49,11 +49,15 @@ class WriteQueue:
         self.has_work.set()
 
     def put_back(self, offset: int, version: int) -> None:
-        """Queue an object again that was taken from the queue and not written."""
+        """Queue an object again that was taken from the queue and could not be written to the
+        disk.
+        """
         self.versions.setdefault(offset, version)
 
     async def wait(self) -> None:
-        """Wait until there may be objects to write or a scan is due."""
+        """Wait until there may be objects to write, or a scan of memory for unwritten objects is
+        due.
+        """
         if self.versions:
             return
         left_s = self._scanned_s + SCAN_PERIOD_S - self._clock.now_s()

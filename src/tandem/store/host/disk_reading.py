@@ -19,15 +19,17 @@ __all__ = ["RecordReader", "read_buckets"]
 
 
 class RecordReader:
-    """A reader of records from one disk into one segment, both borrowed."""
+    """A reader of records (objects on a disk) from one disk into one segment (the host's memory),
+    both borrowed.
+    """
 
     def __init__(self, io: DiskIo, segment: HostSegment) -> None:
         self._io = io
         self._segment = segment
 
     async def read(self, record: Record, offset: int) -> None:
-        """Read a record into its extent in the segment. Raises: CorruptionError if another record
-        lies there.
+        """Read a record (an object on the disk) into the extent at ``offset`` in the host's memory.
+        Raises: CorruptionError if another record lies there.
         """
         key_bytes = len(record.header.key.encode())
         table_at = layout.table_offset(key_bytes)
@@ -71,8 +73,8 @@ async def read_buckets(
             found = await read_bucket(io, number, nbytes, corruption)
         except CorruptionError as error:
             corruption.note(f"bucket {number}", error)
-            # Remove the index before the bucket is moved away, in the order in which ``DiskTier``
-            # removes both.
+            # Remove the index file before the corrupt bucket (file of objects) is moved away, in
+            # the order in which ``DiskTier`` removes both.
             await io.port.drop_note(index_name(number))
             await io.port.quarantine_bucket(number)
             found = None

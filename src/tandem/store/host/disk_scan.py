@@ -17,12 +17,14 @@ __all__ = ["ReadBucket", "index_name", "read_bucket"]
 
 
 def index_name(number: int) -> str:
-    """Return the name of a bucket's index file."""
+    """Return the name of the small file that lists the objects of a bucket file."""
     return f"{number:016x}.index"
 
 
 class _Window:
-    """A sliding window: one piece of a bucket in memory, reread as the position moves."""
+    """A sliding window over a bucket file: one piece of it is in memory, and another is read when
+    the position leaves it.
+    """
 
     def __init__(self, port: DiskPort, number: int, nbytes: int, buffer: DiskBuffer) -> None:
         self.number, self.nbytes = number, nbytes
@@ -48,7 +50,7 @@ class _Window:
 
 
 class ReadBucket(NamedTuple):
-    """The records that were found in a bucket file."""
+    """The result of reading a bucket file: the records (objects) that were found in it."""
 
     records: list[Record]
     end: int
@@ -60,7 +62,8 @@ class ReadBucket(NamedTuple):
 async def read_bucket(
     io: DiskIo, number: int, nbytes: int, corruption: CorruptionLog
 ) -> ReadBucket | None:
-    """Return the records of a bucket. Corrupt parts are added to ``corruption``.
+    """Return the records (objects) of the bucket file with this number and length. Corrupt parts
+    are added to ``corruption``.
 
     Returns: None if nothing was ever written to the bucket.
 
@@ -93,8 +96,8 @@ async def read_bucket(
 
 
 async def _scan_bucket(window: _Window, corruption: CorruptionLog) -> ReadBucket:
-    """Read a bucket without its index, and verify each value. A corrupt header ends the scan; a
-    record with a corrupt value is skipped.
+    """Read a bucket file from front to end, without its index file, and verify each value. A
+    corrupt header ends the scan; a record with a corrupt value is skipped.
     """
     records: list[Record] = []
     position = form.HEAD_BYTES

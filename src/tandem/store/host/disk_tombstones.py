@@ -19,7 +19,7 @@ TOMBSTONES = "removed"
 
 
 class TombstoneList:
-    """The tombstones of one disk.
+    """The tombstones of one disk: durable notes that a record (an object's copy there) is dead.
 
     Args:
         io: the disk; borrowed.
@@ -42,13 +42,15 @@ class TombstoneList:
         """Number of entries in the file, including those of removed buckets."""
 
     async def read(self) -> int:
-        """Read the tombstone file. Return the number of corrupt copies of entries."""
+        """Read the file of tombstones (notes of dead objects) into this list. Return the number of
+        corrupt copies of entries.
+        """
         self.entries, num_damaged = parse_tombstones(await self._io.port.read_note(TOMBSTONES))
         return num_damaged
 
     async def append(self, tombstones: Sequence[RecordTombstone]) -> None:
-        """Append tombstones durably. If the disk fails, they are kept in memory and the error is
-        raised.
+        """Append tombstones (notes that records are dead) durably. If the disk fails, they are kept
+        in memory and the error is raised.
         """
         self.entries += tombstones
         async with self._lock:
@@ -59,7 +61,9 @@ class TombstoneList:
                 await self._shorten()
 
     async def _shorten(self) -> None:
-        """Compact the file after an append. The appended tombstones hold even if this fails."""
+        """Compact the file of tombstones, which an append has made too long. The appended ones hold
+        even if this fails.
+        """
         try:
             await self._io.bounded(self.compact())
         except TandemError as error:
@@ -67,11 +71,13 @@ class TombstoneList:
             self._on_error()
 
     async def compact(self) -> None:
-        """Rewrite the file without the tombstones that are no longer needed."""
+        """Rewrite the file without the tombstones (notes of dead objects) that are no longer
+        needed.
+        """
         self.entries = self._keep(self.entries)
         await self._io.port.write_note(TOMBSTONES, pack_tombstones(self.entries))
         self._num_listed = len(self.entries)
 
     def forget_bucket(self, number: int) -> None:
-        """Forget the tombstones of a removed bucket."""
+        """Forget the tombstones (notes of dead records) of a bucket whose file was removed."""
         self.entries = [entry for entry in self.entries if entry.bucket != number]

@@ -77,12 +77,12 @@ class HostPort(Protocol):
 
     @property
     def read_base(self) -> int:
-        """The address at which the segment begins for readers."""
+        """The address at which the host's segment (its memory for objects) begins for readers."""
         ...
 
     def former_writers(self) -> set[int]:
-        """Return the write addresses that an earlier process of this segment may have handed
-        out.
+        """Return the addresses for writing to this host's segment (memory) that an earlier process
+        of the same segment may have handed out to clients.
         """
         ...
 
@@ -168,8 +168,8 @@ class StoreHost:
         ]
 
     def on_master(self, master: Caller) -> None:
-        """Note that a session with a master has begun, and join the store in it. A running join is
-        cancelled.
+        """Note that a session with a master has begun, and begin to join the store in it. A join
+        that still runs for an earlier session is cancelled.
         """
         self.on_master_lost()
         self.master = master
@@ -191,8 +191,8 @@ class StoreHost:
             self._reporting = None
 
     def on_grown(self) -> None:
-        """Report to the master that more of the segment is usable, or that it grows no more. Call
-        on the event loop.
+        """Report to the master that more of the segment (the host's memory) is usable, or that it
+        grows no more. To be called on the event loop.
         """
         if self.master is None or not self.is_joined.is_set():
             return  # The join reports the size.
@@ -213,7 +213,7 @@ class StoreHost:
             logger.info("event=leave_untold host=%s reason=%s", self.name, error)
 
     async def aclose(self) -> None:
-        """Stop joining, pulling objects, and reporting."""
+        """Stop joining a master's store, copying objects from other hosts, and reporting."""
         behind = (*self._pulls.values(), *self._tasks.list_running())
         running = (self._joining, self._reporting, *behind)
         tasks = [task for task in running if task is not None]
@@ -244,7 +244,8 @@ class StoreHost:
         # A new master does not know what its predecessor granted, so no writer and no order of the
         # earlier session may be left when it hands out free space. An earlier attempt whose answer
         # was lost may have joined the same master, which sends orders until the next session
-        # begins: a pull among them would write into space that the inventory reports as free.
+        # begins: a pull (copy from another host) among them would write into space that the
+        # inventory reports as free.
         self._session = -1
         self.is_joined.clear()
         self._stop_reporting()
@@ -276,8 +277,8 @@ class StoreHost:
                 "store.join", f"master of epoch {joined.epoch}, {self.segment.epoch} was obeyed"
             )
         self.segment.epoch = joined.epoch
-        # Close only the writers that were opened before this session. New writers are opened by
-        # orders of this session.
+        # Close only the writers (addresses at which clients may write) that were opened before this
+        # session. New ones are opened by orders of this session.
         old_writers = set(self._writers)
         self._session, self._last_number = joined.session, -1
         num_pages = 0
@@ -316,8 +317,8 @@ class StoreHost:
             await self._tell_grown(self._describe_growth())
 
     def _epoch_seen(self) -> int:
-        """Return the highest epoch seen. The disk may be older than the segment, so its versions
-        count too.
+        """Return the highest epoch (number of a master) that this host has seen. The disk may be
+        older than the segment, so its versions count too.
         """
         if self.disk is None:
             return self.segment.epoch
@@ -412,7 +413,8 @@ class StoreHost:
     # nothing are plain functions, which need no task.
 
     def _obey(self, order: Order) -> None:
-        """Check an order: refuse it if its master is stale, or if it is late or repeated.
+        """Check an order of a master: refuse it if a newer master was seen, or if it is late or
+        repeated.
 
         Raises: ConflictError.
         """
@@ -450,8 +452,9 @@ class StoreHost:
         self._obey(order)
         for offset in order.offsets:
             self._wipe_object(offset)
-        # Wait for pulls, which would write into space that is free after this order. Cancel all of
-        # them before waiting for any: one that completed meanwhile would leave its object there.
+        # Wait for pulls (copies from other hosts), which would write into space that is free after
+        # this order. Cancel all of them before waiting for any: one that completed meanwhile would
+        # leave its object there.
         pulls = [self._pulls[offset] for offset in order.offsets if offset in self._pulls]
         for pull in pulls:
             pull.cancel()
@@ -505,8 +508,8 @@ class StoreHost:
     async def _fill(
         self, offset: int, header: ExtentHeader, work: Coroutine[Any, Any, None]
     ) -> Ack:
-        """Run ``work``, which brings an object into an extent. Cancel it if the extent is wiped or
-        the call is cancelled.
+        """Run ``work``, which brings an object into the extent (range of memory) at ``offset``.
+        Cancel it if the extent is wiped or the call is cancelled.
 
         Raises: ConflictError if another such work runs for the extent; CancelledError; the errors
             of ``work``.
@@ -519,8 +522,8 @@ class StoreHost:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            # Either the pull was cancelled, by a wipe of its extent, or this call was. Both end the
-            # pull.
+            # Either the pull (the copy from another host) was cancelled, by a wipe of its extent,
+            # or this call was. Both end the pull.
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             raise CancelledError("store.pull", f"pull of {header.key!r} was ended") from None

@@ -159,7 +159,9 @@ class HostSegment:
         return segment
 
     def _reserve_used(self, path: Path, descriptor: int) -> None:
-        """Reserve the pages that hold objects. Pages between objects may be holes."""
+        """Reserve the file's pages up to the last object, since pages between objects may be holes
+        that a full file system could not fill.
+        """
         marked = np.flatnonzero(self._starts)
         if not len(marked):
             return
@@ -235,7 +237,7 @@ class HostSegment:
 
     @property
     def epoch(self) -> int:
-        """The highest epoch of a master seen, kept in the file's head.
+        """The highest epoch (number of a master) that this host has seen, kept in the file's head.
 
         Raises: ConfigError if it is set to an epoch that no version has room for.
         """
@@ -261,7 +263,7 @@ class HostSegment:
 
     @property
     def descriptor(self) -> int:
-        """Descriptor of the segment's file; -1 without a file."""
+        """File descriptor of the file that is this memory; -1 without a file."""
         return self._descriptor
 
     @property
@@ -273,8 +275,8 @@ class HostSegment:
         """Return True if no other process can write to the file. Processes that map it for writing
         hold a lock on it.
 
-        The answer True holds until the right to write is given again. Mappings for readers do not
-        count.
+        The answer True stays true until this process gives another one the right to write. Mappings
+        for readers do not count.
         """
         if self._descriptor < 0:
             return True
@@ -300,8 +302,8 @@ class HostSegment:
     def seal_many(
         self, records: ExtentRecords, *, tables: bytes | None = None, values: bytes | None = None
     ) -> None:
-        """Write the headers of objects, all or none, and set the mark of each last. They then
-        survive a restart.
+        """Write the headers of objects, all or none, and after each header its mark (the byte that
+        says that an object begins there). They then survive a restart.
 
         Args:
             records: offsets and header fields of the objects.
@@ -336,8 +338,8 @@ class HostSegment:
             (``soft_pin_ms``).
         """
         header = self.read_header(offset)._replace(hard_pin=hard, soft_pin_ms=soft_pin_ms)
-        # Clear the mark and seal anew: a crash in the middle of an in-place change would leave a
-        # corrupt header.
+        # Clear the mark (the byte that says that an object begins here) and write the header anew:
+        # a crash in the middle of an in-place change would leave a corrupt header.
         if not 0 <= soft_pin_ms < 2**32:
             raise ConfigError("store.segment", f"a soft pin of {soft_pin_ms} ms", field="soft_s")
         self._starts[offset // layout.GRANULE_BYTES] = 0
@@ -367,7 +369,7 @@ class HostSegment:
         return self._read(offset)[0]
 
     def _read(self, offset: int) -> tuple[ExtentHeader, int]:
-        """Return the header at ``offset`` and the length of its extent.
+        """Return the header of the object at ``offset``, and the bytes that the whole object takes.
 
         An intact header is still refused if its version has a higher epoch than any master seen
         here.
@@ -411,8 +413,9 @@ class HostSegment:
         return self.segment_id if self.path is None else self.path.name
 
     def _mend_marks(self) -> None:
-        """Repair marks that are neither set nor clear, by the majority of their bits. A wrongly set
-        mark is found by its header.
+        """Repair the marks (a byte for each granule of memory: 0xff if an object begins there, else
+        0) that have another value, by the majority of their bits. A wrongly set mark is noticed
+        later, since there is no valid header.
         """
         for granule in np.flatnonzero((self._starts != 0) & (self._starts != MARK)).tolist():
             mark = int(self._starts[granule])
@@ -425,13 +428,16 @@ class HostSegment:
         return self._read(offset)
 
     def span(self, header: ExtentHeader) -> tuple[int, int]:
-        """Return the range of an object's table and value, relative to its extent."""
+        """Return the range (begin, end) of an object's checksum table and value, relative to the
+        beginning of the object's extent.
+        """
         key_bytes = len(header.key.encode())
         end = layout.value_offset(key_bytes, header.size) + header.size
         return layout.table_offset(key_bytes), end
 
     def is_intact(self, offset: int, header: ExtentHeader) -> bool:
-        """Return True if table and value of an extent match the checksums. Reads all of it.
+        """Return True if the checksum table and the value of the object at ``offset`` match the
+        checksums in its table and ``header``. Reads all of it.
 
         Raises: ConfigError (the extent is outside of the segment).
         """
@@ -523,8 +529,8 @@ def _open(
 
 
 def _quarantine(path: Path, descriptor: int) -> None:
-    """Move a file aside, in place of one quarantined before. Remove it instead if there is no room
-    for two.
+    """Move a corrupt segment file aside, in place of the one moved aside before. Remove it instead
+    if there is no room for two.
     """
     status, room = os.fstat(descriptor), os.fstatvfs(descriptor)
     aside = path.with_name(path.name + QUARANTINED)

@@ -17,7 +17,7 @@ __all__ = ["Adoption"]
 
 
 class Adoption:
-    """Adds the inventories of joining hosts to the directory.
+    """Adds the inventories (lists of objects) of joining hosts to the directory.
 
     Args:
         state: the master's state.
@@ -31,7 +31,9 @@ class Adoption:
         self._tombstones = tombstones
 
     def take_page(self, host: HostSpace, records: ExtentRecords, *, is_disk: bool) -> None:
-        """Take one page of a joining host's inventory. Raises: CorruptionError."""
+        """Add the objects on one page of a joining host's inventory (its list of objects, in memory
+        or on its disk) to the directory, or have the host remove them. Raises: CorruptionError.
+        """
         if not is_disk and self._adopt_columns(host, records):
             return
         listed = iterate_records(records)
@@ -43,8 +45,8 @@ class Adoption:
                 self._adopt(host, offset, header)
 
     def _adopt_columns(self, host: HostSpace, records: ExtentRecords) -> bool:
-        """Insert a page at once if all its objects are new, as nearly all are after a restart of
-        the master.
+        """Insert the objects of an inventory page (a host's list of objects) at once if the
+        directory knows none of them, as is usual after a restart of the master.
 
         Returns: False if an object needs a decision; nothing has changed then.
         """
@@ -80,8 +82,8 @@ class Adoption:
         host.confirmed.update(zip(rows, measure_extents(records.keys, records.sizes), strict=True))
 
     def _find_dead(self, key: str, floor: int) -> int:
-        """Return the highest version of ``key`` that is dead: objects up to it must not be
-        adopted.
+        """Return the highest version of ``key`` that was removed: objects up to it must not be
+        adopted. ``floor`` is the version up to which all objects of the reporting host are dead.
         """
         dropped = self._state.dropped_versions.get(key, -1)
         return max(dropped, self._tombstones.find(key), floor)
@@ -141,8 +143,8 @@ class Adoption:
         host.purging += self._departures.wipe_copy(header.key, host, extent, free_at_ms)
 
     def _insert(self, host: HostSpace, offset: int, header: ExtentHeader, row: int) -> None:
-        """Add a copy to the object in ``row``, or insert a new object, in place of an older one of
-        the key.
+        """Add a reported copy to the object in ``row``, which the caller has found to be of the
+        same version; for ``NO_ROW`` insert a new object, in place of an older one of the key.
         """
         directory, replica = self._state.directory, Replica(host.number, offset)
         if row != NO_ROW:

@@ -23,7 +23,7 @@ MIN_WAIT_S = 1e-3
 
 
 class Allocation:
-    """Reserves space for the puts of one master."""
+    """Reserves space in hosts' memory for the puts of one master's clients."""
 
     def __init__(self, state: StoreState, eviction: Eviction) -> None:
         self._state = state
@@ -32,8 +32,8 @@ class Allocation:
         """Number of requests that wait for space."""
 
     def check_batch(self, request: StartPut) -> list[int]:
-        """Return the lengths of the objects' extents. Raises: ConfigError if the request exceeds a
-        limit.
+        """Return the bytes that each object of a put request takes on a host. Raises: ConfigError
+        if the request exceeds a limit.
         """
         keys, sizes, config = request.keys, request.sizes, self._state.config
         if len(keys) != len(sizes) or len(keys) > config.max_batch:
@@ -69,15 +69,16 @@ class Allocation:
         return self._state.directory.exists_many(request.keys)
 
     def take_space(self, batch: PutBatch) -> bool:
-        """Reserve space for all objects of a batch, without waiting. Return False if there is too
-        little.
+        """Reserve space on hosts for all objects of a batch (one put request), without waiting.
+        Return False if there is too little.
 
         Raises: CapacityError if there never will be enough.
         """
         return self._has_hosts() and self._allocate(batch, is_last=False)
 
     async def wait_space(self, batch: PutBatch) -> None:
-        """Reserve space for a batch after ``take_space`` failed. A waiting batch holds no space.
+        """Wait until there is space for a batch (one put request) for which ``take_space`` returned
+        False, and reserve it. A waiting batch holds no space.
 
         Raises: CapacityError when the batch's wait is over.
         """
@@ -100,7 +101,9 @@ class Allocation:
         return any(host.caller is not None for host in self._state.hosts.values())
 
     async def _wait_in_line(self, timeout_s: float) -> None:
-        """Wait until space is freed. Raises: CapacityError if too many puts wait already."""
+        """Wait behind earlier puts until space is freed. Raises: CapacityError if too many puts
+        wait already.
+        """
         if self.num_waiting >= self._state.config.max_waiting_puts:
             raise CapacityError("store.put", f"{self.num_waiting} puts wait for space, the limit")
         self._state.counters.puts_waited += 1
@@ -174,7 +177,8 @@ class Allocation:
         return None
 
     def _is_possible(self, batch: PutBatch) -> bool:
-        """Return True if the active hosts could hold the batch if they were empty.
+        """Return True if the active hosts could hold all objects of the batch (one put request) if
+        they were empty.
 
         Raises: CapacityError if the batch would not fit even with all hosts that may become active
             soon.

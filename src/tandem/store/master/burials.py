@@ -27,7 +27,8 @@ LOOK_S = 0.05
 
 
 class Burials:
-    """The tombstones of one master, and the roster that is stored with them.
+    """The tombstones (removals of objects) of one master, and the roster (the list of hosts) that
+    is stored with them.
 
     Args:
         state: the master's state.
@@ -44,19 +45,19 @@ class Burials:
 
     @property
     def is_complete(self) -> bool:
-        """True if the roster names every host that may have objects."""
+        """True if the roster (the durable list of hosts) names every host that may have objects."""
         return self.roster.is_complete
 
     @property
     def is_whole(self) -> bool:
-        """True if all hosts are connected and have sent their inventories."""
+        """True if all hosts are connected and have sent their inventories (lists of objects)."""
         hosts = self._state.hosts.values()
         return self.is_complete and all(host.is_settled or host.is_retired for host in hosts)
 
     @property
     def is_blind(self) -> bool:
         """True if a host may have copies that this master does not know of, since it is absent or
-        has not sent its inventory.
+        has not sent its inventory (list of objects).
         """
         if not self.is_complete or self._state.awaited.is_learning:
             return True
@@ -64,21 +65,22 @@ class Burials:
         return any(not (host.is_all_known or host.is_retired) for host in hosts)
 
     def mark(self, tombstones: Sequence[Tombstone]) -> None:
-        """Add tombstones in memory, so that hosts that have not sent their inventories do not bring
-        back removed objects.
+        """Add tombstones (removals of objects) in memory, so that hosts that have yet to send their
+        inventories (lists of objects) do not bring back removed objects.
         """
         if not self.is_whole:
             self.tombstones.add(self.writer.number, tombstones)
 
     async def bury(self, tombstones: Sequence[Tombstone]) -> None:
-        """Add tombstones durably. On return neither an absent host nor a later master can bring
-        back the objects.
+        """Add tombstones (removals of objects) durably. On return neither an absent host nor a
+        later master can bring back the objects.
         """
         self.tombstones.add(self.writer.number, tombstones)
         await self.writer.add(tombstones)
 
     async def wait_room(self, count: int, timeout_s: float) -> None:
-        """Wait until ``count`` more tombstones may be added.
+        """Wait until ``count`` more tombstones (removals of objects) may be added: their number is
+        limited, and they are released when absent hosts return.
 
         Raises: CapacityError after the time limit; it names the hosts whose return is awaited.
         """
@@ -104,7 +106,9 @@ class Burials:
         )
 
     def note_confirmed(self, host: HostSpace) -> None:
-        """Note that a host has wiped all its dead objects, so that it needs no tombstone."""
+        """Note that a host has wiped all its dead objects, so that no tombstone (durable note of a
+        removal) is needed because of it.
+        """
         host.unconfirmed_from = ALL_CONFIRMED
         for storage_id in (host.segment_id, host.disk_id):
             if self.roster.retired.pop(storage_id, None) is not None:
@@ -118,7 +122,7 @@ class Burials:
             host.unconfirmed_from = self.writer.number
 
     def release(self) -> None:
-        """Release the tombstones that every host has confirmed."""
+        """Release the tombstones (notes of removals) whose objects every host has wiped."""
         unlisted = self._state.unlisted
         if self._state.awaited.is_learning or not (self.tombstones or unlisted):
             return  # Hosts that are not members yet may join.
@@ -132,11 +136,11 @@ class Burials:
         if self.tombstones.release(below):
             self.writer.drop(below)
 
-    # The methods below handle hosts that the roster does not name.
+    # The methods below handle hosts that the roster (the durable list of hosts) does not name.
 
     async def set_floor(self) -> int:
-        """Declare dead all current objects of hosts that the roster does not name. Return the
-        version up to which they are dead.
+        """Declare dead all current objects of hosts that the roster (the durable list of hosts)
+        does not name. Return the version up to which they are dead.
         """
         self.roster.floor = self._state.versions.newest
         self.roster.is_complete = True

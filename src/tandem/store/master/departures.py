@@ -115,8 +115,8 @@ class Departures:
         return pending
 
     def _note_many_going(self, keys: Sequence[str], going: "Sequence[asyncio.Future[Any]]") -> None:
-        """Note that headers of many keys are being wiped, like ``note_going``. REQUIRES: no wipe of
-        these keys is running.
+        """Note that the headers of many removed objects are being wiped, like ``note_going``;
+        ``going`` has the futures of the wipes. REQUIRES: no wipe of these keys is running.
         """
         gone: asyncio.Future[Any] = going[0] if len(going) == 1 else asyncio.gather(*going)
         waiting = dict.fromkeys(keys, gone)
@@ -132,7 +132,8 @@ class Departures:
         gone.add_done_callback(forget)
 
     def _abandon_copy(self, key: str, version: int) -> "list[asyncio.Future[None]]":
-        """Abandon a running copy of a removed object, and wipe the extent that it is written to.
+        """Abandon the copy of a removed object that a host is making, and have the range that it is
+        written to wiped.
 
         Returns: futures that are done when the extent is wiped; none without a running copy.
         """
@@ -145,13 +146,14 @@ class Departures:
         return [done, drops.forget(key, version, after=done)]
 
     def evict_row(self, row: int) -> bool:
-        """Evict an object from memory. Return True if a disk keeps it, False if the object is
-        removed.
+        """Evict an object (given by its row in the directory) from all memory. Return True if a
+        disk keeps it, False if the object is removed.
         """
         state, directory = self._state, self._state.directory
         if not any(state.hosts[number].caller is not None for number in directory.disks(row)):
-            # Remove the whole object: while headers are left, or a record may be on its way to a
-            # disk, a removal of the key must wait for their end, since a restart would find them.
+            # Remove the whole object: while headers are left in memory, or the object may be on its
+            # way to a disk, a removal of the key must wait for their end, since a restart would
+            # find them.
             self.drop_row(row)
             return False
         for replica in directory.replicas(row):
@@ -229,7 +231,9 @@ class Departures:
         return going
 
     def lose_disk(self, row: int, host: int) -> None:
-        """Note that a disk's copy is gone, and remove the object if that was its last copy."""
+        """Note that the copy of an object on a host's disk is gone, and remove the object if that
+        was its last copy.
+        """
         directory = self._state.directory
         directory.drop_disk(row, host)
         if not directory.replicas(row) and not directory.disks(row):
@@ -281,8 +285,8 @@ class Departures:
             _join(self._replacing, key, going)
 
     def find_going(self, key: str) -> "asyncio.Future[Any] | None":
-        """Return a future that is done when all removed objects of the key are wiped; None without
-        any.
+        """Return a future that is done when the headers of all removed objects of the key are wiped
+        on their hosts; None if there is nothing to wipe.
         """
         return self._removing.get(key)
 
@@ -304,7 +308,7 @@ class Departures:
 
     def find_replaced(self, key: str) -> "asyncio.Future[Any] | None":
         """Return a future that is done when the objects of the key that clients have seen are
-        wiped; None without any. A put of the key waits for it.
+        wiped; None if there is nothing to wipe. A put of the key waits for it.
         """
         return self._replacing.get(key)
 
@@ -316,7 +320,9 @@ class Departures:
         return bool(self._replacing) or (bool(unlisted) and not unlisted.isdisjoint(keys))
 
     def note_unlisted(self, key: str) -> None:
-        """Note that an absent host may have a copy of the key that the directory does not list."""
+        """Note that an absent host may have a copy of the key that the directory does not list, so
+        that its removal needs a tombstone.
+        """
         self._state.unlisted.add(key)
 
     def note_lost(self) -> None:
@@ -331,7 +337,9 @@ class Departures:
         self._leaving[key] = self._leaving.get(key, 0) + 1
 
     def show(self, key: str) -> None:
-        """End one ``hide`` of a key."""
+        """End one ``hide`` of a key; after the last one clients are answered about the key
+        again.
+        """
         self._leaving[key] -= 1
         if not self._leaving[key]:
             del self._leaving[key]
@@ -355,7 +363,9 @@ class Departures:
 def _join(
     all_going: "dict[str, asyncio.Future[Any]]", key: str, going: "Sequence[asyncio.Future[None]]"
 ) -> None:
-    """Make a key wait for these futures in addition to earlier ones, until all are done."""
+    """Give ``key`` in ``all_going`` one future that is done when its earlier one and all of
+    ``going`` (the wipes of its objects) are done. The entry is removed then.
+    """
 
     def forget(gone: "asyncio.Future[Any]") -> None:
         if all_going.get(key) is gone:

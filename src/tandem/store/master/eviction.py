@@ -20,7 +20,7 @@ BARREN_MS = 50
 
 
 class Eviction:
-    """Evicts objects and surplus copies for one master."""
+    """Evicts objects, and surplus copies (more than the put asked for), for one master."""
 
     def __init__(self, state: StoreState, departures: Departures) -> None:
         self._state = state
@@ -33,11 +33,15 @@ class Eviction:
         """Time until which a host without enough surplus copies is skipped, by host number."""
 
     def note_surplus(self) -> None:
-        """Note that there may be new surplus copies: a host has returned, or a copy was made."""
+        """Note that objects may have new surplus copies (more than their puts asked for): a host
+        has returned, or a copy was made.
+        """
         self._no_surplus_until_ms.clear()
 
     def evict_over_watermark(self, now_ms: int) -> None:
-        """Evict one step of bytes on each host above the high watermark."""
+        """Evict objects on each host whose used share of memory is above the configured high
+        watermark: the excess and one more step of bytes.
+        """
         for host in self._state.writable_hosts():
             num_bytes = count_bytes_to_evict(
                 host.used_bytes - host.dropped_bytes,

@@ -70,14 +70,16 @@ class Lookups:
         return Located(columns, endpoints, lease_ms, versions, others, is_recovering)
 
     def _can_come(self, missing: Sequence[str]) -> bool:
-        """Return True if a missing key may have an object: hosts have yet to report, or an object
-        is being removed.
+        """Return True if a missing key may have an object: hosts have yet to report their objects,
+        or an older object of the key is being removed.
         """
         leaving = self._departures.leaving
         return self._state.awaited.is_learning or any(key in leaving for key in missing if leaving)
 
     def _measure(self, keys: Sequence[str]) -> Located:
-        """Return the sizes of objects, without places and leases."""
+        """Return the answer to a lookup of sizes only: no places of the objects, and no leases on
+        them.
+        """
         directory, leaving = self._state.directory, self._departures.leaving
         rows = [NO_ROW if key in leaving else directory.find(key) for key in keys]
         sizes = [-1 if row == NO_ROW else directory.size(row) for row in rows]
@@ -96,8 +98,8 @@ class Lookups:
         others: dict[int, list[tuple[int, int]]],
         machine: str,
     ) -> bytes:
-        """Choose a host for each row with several copies or with copies on disks only. Return the
-        columns with the choices.
+        """Choose the host to read from for each object (row) with several copies or with copies on
+        disks only. Return the answer's columns with the choices.
         """
         directory = self._state.directory
         decided, count = bytearray(columns), len(rows)
@@ -156,8 +158,8 @@ class Lookups:
         flags = self._state.directory.exists_many(request.keys)
         if 0 not in flags:
             return KeyBytes(flags)
-        # A removed object counts as unsure while clients may still read it by their location
-        # caches.
+        # A removed object is answered as unsure (neither yes nor no: the client asks again) while
+        # clients may still read it by their location caches.
         leaving = self._departures.leaving
         missing = [key for key, flag in zip(request.keys, flags, strict=True) if not flag]
         is_unsure = self._state.is_unsure(missing) or any(

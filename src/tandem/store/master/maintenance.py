@@ -63,7 +63,8 @@ class Maintenance:
         """Loads from disk into memory by key, running or waiting, oldest first."""
 
     def load(self, row: int) -> "asyncio.Future[None] | None":
-        """Have an object read from a disk into memory. Repeated calls share one load.
+        """Have a host read the object in ``row`` from its disk into its memory. Repeated calls
+        share one load.
 
         Returns: a future that is done when the load has ended, successfully or not; None if no
             connected host has the object on disk, or too many loads wait.
@@ -132,7 +133,9 @@ class Maintenance:
             load.done.set_result(None)
 
     def step(self, now_ms: int) -> None:
-        """Scan for objects to copy or drop and start the copies; returns without waiting."""
+        """Look for objects that have too few copies or lie on a drained host, start to copy them,
+        and drop copies on drained hosts; returns without waiting.
+        """
         if now_ms < self._next_ms:
             return
         self._next_ms = now_ms + REPAIR_PERIOD_MS
@@ -177,8 +180,8 @@ class Maintenance:
         self._drain_disk(host, on_disk)
 
     def _drain_disk(self, host: HostSpace, rows: list[int]) -> None:
-        """Drop records of a draining host's disk that enough other hosts have. Load the others into
-        memory, to be copied from there.
+        """Drop the copies on a draining host's disk (all its objects are moved off) of objects that
+        enough other hosts have. Load the others into its memory, to be copied from there.
         """
         state, directory = self._state, self._state.directory
         for row in rows[:QUEUE_LENGTH]:
@@ -238,8 +241,8 @@ class Maintenance:
             self._not_before_ms[key] = self._state.now_ms() + RETRY_AFTER_MS
         is_same = directory.find(key) == row and directory.version(row) == version
         if target.session != copy.session:
-            # The session has changed, so it is unknown whether the copy exists. The host's next
-            # inventory tells.
+            # The session with the host has changed, so it is unknown whether the copy exists. The
+            # host's next inventory (list of its objects) tells.
             self._departures.note_unlisted(key)
         elif copy.is_abandoned:
             pass  # ``drop_row`` or ``_load`` has it wiped.
@@ -253,8 +256,8 @@ class Maintenance:
             else:
                 self._state.counters.replicas_copied += 1
         else:
-            # Wipe the extent, whether or not the copy is complete; this also cancels a running
-            # pull. A loaded object's record on disk stays.
+            # Wipe the extent, whether or not the copy is complete; this also cancels a running copy
+            # from another host. The record on disk of an object that was loaded from there stays.
             on_way = None if copy.is_load else version
             self._departures.wipe_copy(key, target, copy.extent, version=on_way)
         self._end_copy(key)
@@ -268,8 +271,8 @@ class Maintenance:
             self._begin_copies()
 
     async def _load(self, row: int, copy: CopyUnderWay) -> bool:
-        """Have the target host load the object from its disk. Return False on failure; a missing or
-        corrupt record is removed from the directory.
+        """Have the target host load the object from its disk. Return False on failure; a copy that
+        is missing or corrupt on the disk is removed from the directory.
         """
         state, directory = self._state, self._state.directory
         key, version = directory.key(row), directory.version(row)

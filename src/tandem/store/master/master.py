@@ -123,7 +123,7 @@ class StoreMaster:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the master's term."""
+        """The epoch: this master's number, above that of every earlier master of the store."""
         return self.state.versions.epoch
 
     def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:

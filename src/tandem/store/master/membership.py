@@ -96,7 +96,9 @@ class Membership:
     # The methods below load the roster and change the hosts that it names.
 
     async def load(self) -> None:
-        """Read the roster and the tombstones. No host joins before this is done."""
+        """Read the roster (the list of hosts) and the tombstones (removals of objects). No host
+        joins before this is done.
+        """
         while True:
             try:
                 saved = await self._store.load()
@@ -106,8 +108,8 @@ class Membership:
                 await asyncio.sleep(LOAD_RETRY_S)
         config, now_ms, roster = self._state.config, self._state.now_ms(), self._roster
         if saved.roster is None:
-            # No roster was found. Unknown hosts may come during the recovery window if the store is
-            # new, else at any time.
+            # No roster (list of hosts) was found. Unknown hosts may come during the recovery window
+            # (the first seconds of this master) if the store is new, else at any time.
             roster.is_complete, roster.has_waited = saved.is_new, False
             self._writer.note_change()
         else:
@@ -167,7 +169,9 @@ class Membership:
             self._declaring.discard(host.number)
 
     async def _enroll(self, host: HostSpace) -> None:
-        """Record durably that a host may hold objects, before it gets any."""
+        """Record a joining host durably in the roster (the list of hosts that may hold objects),
+        before it gets any.
+        """
         wanted = Member(host.segment_id, host.disk_id)
         member = self._roster.members.get(host.name)
         if member != wanted:
@@ -231,8 +235,8 @@ class Membership:
         host.is_disk_known = False
 
     async def set_floor(self, _: Caller, request: SetFloor) -> FloorSet:
-        """Declare dead the current objects of hosts that the roster does not name. Raises:
-        ConflictError while hosts are awaited.
+        """Declare dead the current objects of hosts that the roster (the durable list of hosts)
+        does not name. Raises: ConflictError while absent hosts are awaited.
 
         A dry run only reports the effect.
         """
@@ -269,8 +273,8 @@ class Membership:
         check_present(caller)
         host = self._names.get(request.name)
         if host is not None and host.caller is caller and request.attempt <= host.attempt:
-            # The request is a late or repeated copy: answer with the session that the first copy
-            # began.
+            # The request to join is a late or repeated copy: answer with the session that the first
+            # copy began.
             return Joined(self._state.versions.epoch, host.number, host.session)
         if host is not None and host.caller is not None:
             if host.segment_id != request.segment_id:
@@ -331,7 +335,7 @@ class Membership:
         return host
 
     async def inventory(self, caller: Caller, page: InventoryPage) -> Ack:
-        """Take one page of a joining host's inventory.
+        """Take one page of a joining host's inventory, the list of objects that it has.
 
         Raises: ConflictError (the page is not the next one).
         """
@@ -361,8 +365,8 @@ class Membership:
         return Ack()
 
     async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
-        """Apply a report of changes on a host's disk. The answer tells the host which stored
-        records to keep.
+        """Apply a report of changes on a host's disk. The answer tells the host which of the
+        objects that it has written to the disk to keep there.
 
         Raises: ConflictError (the inventory is not complete, or a later report has come).
         """
@@ -388,8 +392,8 @@ class Membership:
             if row == NO_ROW or directory.version(row) != version or host.is_leaving:
                 continue
             if host.drops.is_forgetting(key, version):
-                # The object was evicted while the host's report was on its way, so that the record
-                # is about to be forgotten.
+                # The object was evicted while the host's report was on its way, so that the host is
+                # about to forget its copy on the disk.
                 continue
             if host.number not in directory.disks(row):
                 directory.add_disk(row, host.number)
@@ -397,8 +401,8 @@ class Membership:
         return KeyBytes(bytes(flags))
 
     def _find_commit(self, stored: Mapping[str, int]) -> "asyncio.Future[None] | None":
-        """Return a future that is done when a running commit of one of these objects has ended;
-        None without one.
+        """Return a future that is done when the commit (the end of the put) of one of these stored
+        objects has ended; None if none is being committed. ``stored`` has versions by key.
         """
         directory = self._state.directory
         for key, version in stored.items():
@@ -410,8 +414,8 @@ class Membership:
         return None
 
     async def inventory_done(self, caller: Caller, request: InventoryDone) -> Ack:
-        """Note that a host's inventory is complete, and whether all writers of its earlier sessions
-        are gone.
+        """Note that a host's inventory (list of objects) is complete, and whether no client can
+        write there any more by a right from an earlier session.
 
         Raises: ConflictError (pages are missing).
         """
@@ -432,8 +436,8 @@ class Membership:
         return Ack()
 
     def _settle(self, host: HostSpace) -> None:
-        """Apply a complete inventory: copies that it does not list are removed from the directory,
-        and the other space is free.
+        """Apply the complete inventory (list of objects) of a host: copies that it does not list
+        are removed from the directory, and all space without a listed object is free.
         """
         rows, offsets = self._state.directory.places_on_host(host.number)
         # Use numpy columns: a host may have a million objects, and a loop over them would delay
@@ -450,8 +454,9 @@ class Membership:
         host.confirmed_disk.clear()
         host.rebuild(offsets, lengths)
         if not any(other.is_settled for other in self._state.hosts.values()):
-            # Extend the leases of all awaited hosts: while no host was connected they could not be
-            # renewed, and other hosts may be returning as well.
+            # Await the other absent hosts for a full member lease from now on: while no host was
+            # connected, the master itself may have been cut off, and other hosts may be returning
+            # as well.
             for number in self._awaited.until_ms:
                 self._await_host(self._state.hosts[number])
         host.is_known = True
@@ -476,8 +481,8 @@ class Membership:
         return Ack()
 
     def lose_host(self, host: HostSpace) -> None:
-        """Note that a host's session has ended. Its objects stay in the directory and may return
-        with it.
+        """Note that a host's session has ended. Its objects stay in the directory, unreadable, and
+        may return with it.
         """
         logger.warning("event=host_lost host=%s", host.name)
         self._burials.note_lost(host)

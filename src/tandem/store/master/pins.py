@@ -29,8 +29,8 @@ class Pins:
 
     async def _pin_all(self, request: PinObjects) -> KeyBytes:
         check_pin(request.soft_ms)
-        # Wait until all hosts have sent their inventories: a host that reports later would add the
-        # object without this pin.
+        # Wait until all hosts have sent their inventories (lists of objects): a host that reports
+        # later would add the object without this pin.
         await self._state.awaited.recover()
         flags = bytearray(len(request.keys))
         until_ms = self._state.now_ms() + request.soft_ms if request.soft_ms > 0 else 0

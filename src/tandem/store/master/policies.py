@@ -18,7 +18,7 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """The facts about a host that the policies use."""
+    """The facts about a host by which the policies choose it for a new replica or for a read."""
 
     host: int
     name: str

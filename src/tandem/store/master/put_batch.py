@@ -40,7 +40,7 @@ UNSURE_LOOK_S = 0.01
 
 
 class PutParts(NamedTuple):
-    """The parts of a master that its puts use."""
+    """The parts of a master that its puts use: state, removal of copies, tombstones."""
 
     state: StoreState
     departures: Departures
@@ -56,7 +56,7 @@ class Blob:
         self._sizes = sizes
 
     def take(self, objects: Sequence[int]) -> bytes:
-        """Return the bytes of some objects, concatenated in their order."""
+        """Return the bytes of the objects with these numbers, which ascend, concatenated."""
         if len(objects) == len(self._sizes):
             return self._data
         data, sizes = memoryview(self._data), self._sizes
@@ -108,19 +108,21 @@ class PutBatch:
     # The methods below account for the extents that are reserved for the batch.
 
     def list_offsets(self, host: int) -> list[int]:
-        """Return the offsets of the batch's extents on a host."""
+        """Return the offsets of the batch's extents (reserved ranges of memory) on a host."""
         return list(self.places[host].values())
 
     def note_taken(self) -> None:
-        """Note that the extents in ``places`` are reserved for this batch until it expires."""
+        """Note that the extents in the field ``places`` (ranges of the hosts' memory) are reserved
+        for this batch, until it expires.
+        """
         state = self._state
         self._sessions = {number: state.hosts[number].session for number in self.places}
         self.grant = state.versions.take()
         self.expires_ms = state.now_ms() + state.config.put_timeout_ms
 
     def release(self, objects: Iterable[int] | None = None) -> None:
-        """Free the extents of unsealed objects that no client can write to; of all objects if
-        None.
+        """Free the extents (reserved ranges) of these objects; of all objects if None. The caller
+        ensures that they are not sealed and that no client can write there.
         """
         chosen = None if objects is None else set(objects)
         for number, places in self.places.items():
@@ -128,8 +130,8 @@ class PutBatch:
             self._state.hosts[number].release([places.pop(i) for i in gone])
 
     def _forget_lost(self) -> list[int]:
-        """Forget extents on hosts whose session has changed, since the host's inventory has freed
-        or kept them.
+        """Forget extents (reserved ranges) on hosts that were lost or have joined anew since: the
+        inventory of such a host decides about them.
 
         Returns: the objects that had extents there.
         """
@@ -140,8 +142,8 @@ class PutBatch:
     # The first step of a put: the methods below give the client the right to write on the hosts.
 
     def begin_writing(self) -> dict[int, int]:
-        """Mark the extents as being written by the client. Return the write address of each host
-        that has opened one for the client.
+        """Mark the extents as being written by the client. Return the write address of each host,
+        by its number, that has opened one for the client.
         """
         bases: dict[int, int] = {}
         for number in self.places:
@@ -164,7 +166,8 @@ class PutBatch:
                 raise answer
 
     async def _open_writer(self, host: HostSpace) -> int:
-        # The master asks the host until it answers; only this put stops waiting.
+        # The master asks the host for a write address until it answers; only this put stops
+        # waiting.
         try:
             async with asyncio.timeout(self._state.answer_timeout_s(host)):
                 return await host.writers.open(self.client)
@@ -173,8 +176,8 @@ class PutBatch:
             raise DeadlineError("store.write", f"host {host.name} does not answer") from None
 
     def describe(self, bases: dict[int, int]) -> StartedPut:
-        """Return the answer to the client: the extents on hosts that have opened a write
-        address.
+        """Return the answer to the client: the space reserved on those hosts that have opened an
+        address for its writes. ``bases`` has these addresses by host.
         """
         positions, count = self.positions, len(self.request.keys)
         is_whole = len(positions) == count
@@ -227,8 +230,8 @@ class PutBatch:
     # the directory.
 
     async def seal(self, checksums: Sequence[int], blob: Blob) -> bytes:
-        """Have the hosts seal the objects, and publish them. Return a ``CommitStatus`` byte for
-        each object.
+        """Have the hosts seal the objects (write their headers), and publish them. Return a
+        ``CommitStatus`` byte for each object.
 
         Raises: CapacityError if there is no room for the tombstones of replaced objects.
         """
@@ -237,8 +240,8 @@ class PutBatch:
             self._forget_lost()
             statuses = bytearray([CommitStatus.EXPIRED]) * len(self.keys)
             if self._is_unsure():
-                # An awaited host that may have the key did not report in time. Free the extents;
-                # the client puts again.
+                # A host that may have the key, and whose list of objects is awaited, did not report
+                # in time. Free the extents; the client puts again.
                 self.release()
                 return bytes(statuses)
             if not self.request.upsert:
@@ -255,7 +258,8 @@ class PutBatch:
                 self._wipe_all(self.places)
                 raise
             for i in self._forget_lost():
-                # A host that was lost during the seal may have sealed the object before.
+                # A host that was lost while the headers were written may have written the object's
+                # before.
                 self._departures.note_unlisted(self.keys[i])
             self._wipe_all([number for number in self.places if number not in sealed])
             await self._show(checksums, statuses)
@@ -263,8 +267,9 @@ class PutBatch:
 
     @contextlib.asynccontextmanager
     async def _lock_keys(self) -> AsyncGenerator[None]:
-        """Lock the keys against other commits, all at once, after waiting a limited time while
-        absent hosts may have one of them.
+        """Lock the keys against other commits, all at once, after waiting a limited time while a
+        host that has yet to return may have an object of one of them. Locked while the context
+        lasts.
         """
         state = self._state
         deadline_s = state.clock.now_s() + state.config.put_timeout_ms / 1e3
@@ -288,7 +293,9 @@ class PutBatch:
             released.set_result(None)
 
     def _is_unsure(self) -> bool:
-        """Return True if an awaited host may have an object that this batch must not replace."""
+        """Return True if an awaited host (one that has yet to return and list its objects) may have
+        an object that this batch must not replace.
+        """
         if self.request.upsert or not self._state.can_be_unsure:
             return False
         taken = self._state.directory.exists_many(self.keys)
@@ -296,7 +303,9 @@ class PutBatch:
         return bool(missing) and self._state.is_unsure(missing)
 
     async def _seal_all(self, checksums: Sequence[int], blob: Blob) -> set[int]:
-        """Have all hosts seal their extents. Return the hosts that succeeded."""
+        """Have all hosts seal the batch's objects (write their headers). Return the hosts that
+        succeeded.
+        """
         numbers = sorted(number for number, places in self.places.items() if places)
         work = [self._seal_on(number, checksums, blob) for number in numbers]
         if len(work) == 1:  # One host needs no extra task.
@@ -309,7 +318,9 @@ class PutBatch:
         return {number for number, answer in zip(numbers, answers, strict=True) if answer}
 
     async def _seal_on(self, number: int, checksums: Sequence[int], blob: Blob) -> bool:
-        """Have one host seal its extents. Return True if it succeeded."""
+        """Have one host seal the batch's objects (write their headers). Return True if it
+        succeeded.
+        """
         host, objects = self._state.hosts[number], list(self.places[number])
         part = blob.take(objects)
         try:
@@ -344,8 +355,8 @@ class PutBatch:
         )
 
     def _wipe_all(self, numbers: Iterable[int]) -> None:
-        """Have hosts wipe extents that they may have sealed: their answer was lost, or was an
-        error.
+        """Have these hosts wipe the headers of this batch's objects, which they may have written:
+        their answer was lost, or was an error.
         """
         for number in list(numbers):
             for i, offset in self.places.pop(number).items():
@@ -358,8 +369,8 @@ class PutBatch:
                 )
 
     async def _show(self, checksums: Sequence[int], statuses: bytearray) -> None:
-        """Publish the objects that at least one host has sealed. Return when no older object of
-        their keys can come back.
+        """Publish the objects whose headers at least one host has written. Return when no older
+        object of their keys can come back.
 
         Until then the keys are hidden from clients: after a crash, or from an absent host, the
         older object could reappear.
@@ -368,8 +379,8 @@ class PutBatch:
         is_blind = self.request.upsert and self._burials.is_blind
         replaced = self._find_replaced()
         if replaced:
-            # An object that no host has sealed replaces nothing: the older one stays and gets no
-            # tombstone.
+            # An object whose header no host has written replaces nothing: the older one stays and
+            # gets no tombstone (note that it is dead).
             sealed = {self.keys[i] for places in self.places.values() for i in places}
             replaced = [key for key in replaced if key in sealed]
         for key in replaced:
@@ -395,8 +406,8 @@ class PutBatch:
         state, directory, request = self._state, self._state.directory, self.request
         for number in self.places:
             state.hosts[number].seal(self.list_offsets(number))
-        # An upsert does not wait for awaited hosts, so that it may replace an object that this
-        # master does not know.
+        # An upsert does not wait for hosts that have yet to list their objects, so that it may
+        # replace an object that this master does not know.
         is_unsure = request.upsert and state.awaited.is_learning
         shown = sorted({i for places in self.places.values() for i in places})
         for i in shown:
@@ -438,7 +449,8 @@ class PutBatch:
     # The methods below find the older objects that the batch replaces.
 
     async def _wait_room(self) -> None:
-        """Wait until the tombstones that this batch may need fit below the limit.
+        """Wait until the tombstones (durable notes that replaced objects are dead) that this batch
+        may need fit below the limit.
 
         Raises: CapacityError.
         """

@@ -45,11 +45,11 @@ class Puts:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of objects whose put has begun and not ended."""
+        """Number of objects whose space is granted to a client, and which are not committed yet."""
         return sum(len(batch.keys) for batch in self.unfinished.values())
 
-    # The methods below handle puts whose values come with the request. No client writes to a
-    # segment, so there is no grant, no fence and no expiry.
+    # The methods below handle puts whose values come with the request. No client writes to a host's
+    # memory, so there is no right to write that is granted, revoked or expires.
 
     def put_inline(self, caller: Caller, request: PutInline) -> Kept:
         """Put a batch whose values come with the request. The answer has a ``CommitStatus`` byte
@@ -107,7 +107,7 @@ class Puts:
     async def _start_later(self, caller: Caller, waited: PutBatch) -> StartedPut:
         await self._allocation.wait_space(waited)
         name, batch = (caller.instance_id, waited.request.first_put_id), waited
-        # The start request may have come twice, with both copies waiting for space.
+        # The request to start the put may have come twice, with both copies waiting for space.
         is_twice = name in self.unfinished or self._results.has(*name)
         if caller.is_lost or is_twice:
             waited.release()
@@ -130,15 +130,15 @@ class Puts:
 
     async def _open_writers(self, batch: PutBatch, bases: dict[int, int]) -> StartedPut:
         await batch.open_writers(bases)
-        # Fence the client on hosts that are missing in the answer: it cannot write there, and the
-        # extents must not pass for written.
+        # Revoke the client's right to write on hosts that are missing in the answer: it cannot
+        # write there, and the extents must not pass for written.
         for number in [number for number in batch.places if number not in bases]:
             self.fence(self._state.hosts[number], batch.client)
         return batch.describe(bases)
 
     def commit(self, caller: Caller, request: CommitPut) -> Kept:
-        """Seal and publish what a client has written. The answer has a ``CommitStatus`` byte for
-        each granted object.
+        """End a put: seal what a client has written (have the headers written), and publish it. The
+        answer has a ``CommitStatus`` byte for each object that got space.
 
         The work completes even if the client disconnects, so that no object stays half sealed.
         """
@@ -155,8 +155,8 @@ class Puts:
     async def _commit(self, client: str, request: CommitPut) -> KeyBytes:
         batch = self.unfinished.get((client, request.first_put_id))
         if batch is None or batch.grant != request.grant:
-            # If the grant differs, a late copy of the start request reserved space that was never
-            # written.
+            # If the grant (the number of the reservation) differs, a late copy of the start request
+            # reserved space that was never written.
             return KeyBytes(bytes([CommitStatus.EXPIRED]) * len(request.checksums))
         if request.checksums and len(request.checksums) != len(batch.keys):
             raise ConfigError("store.commit", "as many checksums as objects, or none")
@@ -172,13 +172,15 @@ class Puts:
     # The methods below end the puts of clients that fail, disconnect or take too long.
 
     def forget_host(self, number: int) -> None:
-        """Note that a host is lost: all puts forget their extents there."""
+        """Note that a host is lost: all unfinished puts forget the space that was reserved for them
+        there.
+        """
         for batch in self.unfinished.values():
             batch.places.pop(number, None)
 
     def fence(self, host: HostSpace, client: str) -> None:
-        """Revoke a client's right to write on a host: all its unfinished puts lose their extents
-        there.
+        """Revoke a client's right to write on a host: all its unfinished puts lose the space that
+        was reserved for them there.
         """
         for batch in self.unfinished.values():
             if batch.client == client:
@@ -187,8 +189,8 @@ class Puts:
         host.writers.fence(client)
 
     def end_client(self, client: str) -> None:
-        """Note that a client's session has ended: fence the client on all hosts and end its
-        puts.
+        """Note that a client's session has ended: revoke the client's right to write on all hosts,
+        and end its puts.
         """
         for host in self._state.hosts.values():
             if client in host.writers:

@@ -45,7 +45,9 @@ class Removals:
         self._burials = burials
 
     def remove(self, caller: Caller, request: RemoveObjects) -> Kept:
-        """Remove objects. The answer comes when their headers are wiped."""
+        """Remove objects. The answer comes when their headers are wiped on the hosts, so that no
+        restart finds them.
+        """
         return Kept(self._results.change(caller, request, lambda: self._remove_keys(request.keys)))
 
     def _begin(self) -> int:
@@ -67,15 +69,16 @@ class Removals:
         return KeyBytes(flags)
 
     async def _wait_room(self, count: int) -> None:
-        """Wait until ``count`` more tombstones fit below the limit, before anything is removed.
+        """Wait until ``count`` more tombstones (durable notes of removals) fit below the limit,
+        before anything is removed.
         Raises: CapacityError.
         """
         if not self._burials.is_whole:
             await self._burials.wait_room(count, self._state.config.put_wait_ms / 1e3)
 
     async def _bury(self, tombstones: Sequence[Tombstone], num_lost: int) -> None:
-        """Make tombstones durable, unless all hosts are connected and none was lost since
-        ``num_lost`` losses.
+        """Make tombstones (notes of removals) durable, unless all hosts are connected and none was
+        lost since their count of losses was ``num_lost``.
         """
         if num_lost != self._burials.num_lost or not self._burials.is_whole:
             await self._burials.bury(tombstones)
@@ -114,8 +117,8 @@ class Removals:
     def _drop_piece(
         self, keys: Sequence[str], begin: int, marked_below: int
     ) -> tuple[bytes, list[int], list[asyncio.Future[Any]]]:
-        """Remove one piece of the keys for ``_drop_keys``. The third result are futures that are
-        done when all is wiped.
+        """Remove one piece of the keys for ``_drop_keys``. Return a byte for each key, the version
+        up to which each is dead, and futures that are done when all is wiped.
         """
         directory, has_given = self._state.directory, self._state.versions.has_given
         rows, found = directory.find_versions(keys)
@@ -150,7 +153,8 @@ class Removals:
         await self._wait_room(1)
         burials = self._burials
         num_lost, tombstone = burials.num_lost, Tombstone(prefix, begin, is_prefix=True)
-        # The tombstone covers objects with the prefix that this master does not know of.
+        # The tombstone (note of the removal) covers objects with the prefix that this master does
+        # not know of.
         burials.mark([tombstone])
         flags, versions = await self._drop_keys(matches, begin, marked_below=begin)
         newer = [
@@ -164,6 +168,8 @@ class Removals:
 
 
 async def _wait(in_flight: "deque[list[asyncio.Future[Any]]]") -> None:
-    """Wait until the oldest piece is wiped; only then could no restart bring its objects back."""
+    """Take the oldest piece of the removed keys (the futures of its wipes) off the queue and wait
+    until its objects are wiped, so that no restart can bring them back.
+    """
     for gone in in_flight.popleft():
         await asyncio.shield(gone)

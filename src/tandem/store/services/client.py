@@ -35,7 +35,9 @@ class ClientService(Service):
         self.client: AsyncStoreClient
 
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
-        """Open the parts in order; they are closed in the reverse order."""
+        """Open the parts of the client process (channel, transfer engine, client) in order; they
+        are closed in the reverse order.
+        """
         config = self._config
         name = config.name or f"{socket.gethostname()}:{os.getpid()}"
         identity = identify(name, "store_client")

@@ -73,8 +73,8 @@ def find_endpoints(config: StoreConfig) -> list[str]:
 
 
 def state_folder(url: str) -> Path:
-    """Return the folder of a master's durable state: its Unix socket's folder, else the default
-    folder.
+    """Return the folder for the durable state (epoch, list of hosts) of the master at ``url``: its
+    Unix socket's folder, else the default folder.
     """
     path = parse_endpoint(url).path
     return make_runtime_dir(default_folder()) if path is None else path.parent
@@ -207,7 +207,9 @@ def make_client_maker(
 def make_engine(
     config: StoreConfig, url: str, name: str, listen: tuple[str, ...]
 ) -> TransferEngine:
-    """Return a process's transfer engine. The caller closes it."""
+    """Return the transfer engine by which this process of a store moves values. The caller closes
+    it.
+    """
     # Clients listen as well: the owner of shared memory on the same machine asks its users to unmap
     # it.
     return TransferEngine(

@@ -63,7 +63,7 @@ class HostService(Service):
         self._name = name
         self._machine = machine
         self.host: StoreHost
-        # Without a configured name the next process would not find the file.
+        # Without a configured name the host's next process would not find the segment file.
         self._is_kept = bool(config.name) if keep_segment is None else keep_segment
 
     @property
@@ -72,7 +72,9 @@ class HostService(Service):
         return list(self._urls)
 
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
-        """Open the parts in order; they are closed in the reverse order."""
+        """Open the parts of the host process (segment, disk, channel and others) in order; they are
+        closed in the reverse order.
+        """
         config, to_thread = self._config, asyncio.to_thread
         path = find_segment_folder(config) / f"{make_file_name(self._name)}.segment"
         try:

@@ -58,7 +58,8 @@ EPOCH = struct.Struct("<Q")
 
 
 def next_epoch(folder: Path, corruption: CorruptionLog) -> int:
-    """Return an epoch above all earlier ones of this folder, and record it there.
+    """Return an epoch (the number of a master) above all earlier ones of this folder, and record it
+    there.
 
     A corrupt record is moved aside: hosts know the epochs that they have seen, and the master
     raises its epoch above those as hosts join.
@@ -170,8 +171,8 @@ class MasterService(Service):
         )
 
     def _open_roster(self, epoch: int) -> RosterStore:
-        """Return the storage of the roster: etcd with an election, else files in this master's
-        folder.
+        """Return the storage of the roster (the list of the store's hosts): etcd with an election,
+        else files in this master's folder.
         """
         if self._backend is None:
             url = self._server.endpoint

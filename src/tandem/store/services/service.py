@@ -24,4 +24,6 @@ class Service(ABC):
 
     @abstractmethod
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
-        """Open the parts in order, and register each for closing."""
+        """Open the parts of the process in order, and register each with ``opening``, which closes
+        them in the reverse order.
+        """

@@ -42,7 +42,7 @@ Value: TypeAlias = tuple[str, Any]
 
 
 def freeze(value: Any) -> Value:
-    """Convert a JSON value to a hashable key."""
+    """Convert a JSON value to a hashable key (type, content), for sets and comparisons."""
     match value:
         case None:
             return ("null", None)
@@ -67,7 +67,7 @@ def make_fraction(number: float) -> Fraction:
 
 
 def thaw(value: Value) -> Any:
-    """Convert a hashable key back to its JSON value."""
+    """Convert a hashable key of ``freeze`` back to its JSON value."""
     kind, content = value
     match kind:
         case "number":
@@ -89,7 +89,7 @@ class Sizes:
 
     @property
     def is_empty(self) -> bool:
-        """True if no size is within the bounds."""
+        """True if no size is within the bounds, as the lower one is above the upper one."""
         return self.high is not None and self.low > self.high
 
     def __contains__(self, size: int) -> bool:
@@ -116,7 +116,7 @@ class Numbers:
 
     @property
     def is_empty(self) -> bool:
-        """True if the constraints show that no number satisfies them."""
+        """True if bounds and divisor show that no number satisfies them; False if one may."""
         if self.is_integer and self.is_fractional:
             return True
         low, high = self.low, self.high
@@ -178,7 +178,7 @@ def _join_factors(a: Fraction | None, b: Fraction | None) -> Fraction | None:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """The constraints on a string."""
+    """The constraints on a string: lengths in characters, patterns and formats."""
 
     sizes: Sizes = Sizes()
     patterns: tuple[str, ...] = ()
@@ -200,13 +200,15 @@ class ArrayLayer:
     rest: Formula = TRUE
 
     def at(self, index: int) -> Formula:
-        """Return the formula for the item at a position."""
+        """Return the formula that the item at a position must satisfy."""
         return self.first[index] if index < len(self.first) else self.rest
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Bounds on the number of items that satisfy a formula."""
+    """Bounds on the number of items of an array that satisfy a formula, as ``contains`` sets
+    them.
+    """
 
     item: Formula
     sizes: Sizes
@@ -222,7 +224,9 @@ class ObjectLayer:
 
     @cached_property
     def by_name(self) -> dict[str, Formula]:
-        """``named`` as a dict, for look-ups."""
+        """``named``, the formulas of the properties that the schema names, as a dict for
+        look-ups.
+        """
         return dict(self.named)
 
 
@@ -255,7 +259,9 @@ NOTHING_SEEN = Seen()
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A conjunction of constraints; each constrains only values of its own type."""
+    """A set of constraints on a value that hold together; each constrains only values of its own
+    type.
+    """
 
     types: frozenset[str] = TYPES
     values: tuple[Value, ...] | None = None
@@ -277,7 +283,9 @@ class Alternative:
 
 
 def merge(a: Alternative, b: Alternative) -> Alternative | None:
-    """Return the conjunction of two alternatives; None if types or bounds show that it is empty."""
+    """Return the conjunction of two alternatives (sets of constraints on a value); None if types or
+    bounds show that no value satisfies both.
+    """
     types = a.types & b.types
     values = a.values
     if values is None:
@@ -318,7 +326,9 @@ def merge(a: Alternative, b: Alternative) -> Alternative | None:
 
 
 def forget_seen(alternative: Alternative) -> Alternative:
-    """Return the alternative without its record of evaluated items and properties."""
+    """Return the alternative without its record of evaluated items and properties, which only
+    ``unevaluatedItems`` and ``unevaluatedProperties`` need.
+    """
     if alternative.seen == NOTHING_SEEN:
         return alternative
     return replace(alternative, seen=NOTHING_SEEN)
@@ -331,5 +341,5 @@ def _join(a: tuple[Any, ...], b: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def list_values(values: Iterable[Any]) -> tuple[Value, ...]:
-    """Return the hashable keys of JSON values, without duplicates."""
+    """Return the hashable keys (type, content) of JSON values, without duplicates."""
     return tuple(dict.fromkeys(freeze(value) for value in values))

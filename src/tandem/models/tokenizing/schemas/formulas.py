@@ -31,17 +31,19 @@ FALSE: Formula = ("any", ())
 
 
 def at(place: Place) -> Formula:
-    """Return the formula "satisfies the schema at this place"."""
+    """Return the formula "the value satisfies the schema at this place of the document"."""
     return ("at", place)
 
 
 def equal_to(value: Any) -> Formula:
-    """Return the formula "equals this value", given as a hashable key."""
+    """Return the formula "the value equals this one", given as a hashable key of ``freeze``."""
     return ("equals", value)
 
 
 def negate(formula: Formula) -> Formula:
-    """Return the negation of a formula, simplified."""
+    """Return the negation of a formula, simplified: a double negation is dropped, and "all" and
+    "any" are exchanged over negated parts.
+    """
     kind, content = formula
     match kind:
         case "not":

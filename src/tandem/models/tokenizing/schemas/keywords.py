@@ -49,14 +49,20 @@ TYPE_NAMES = TYPES | {"integer"}
 
 
 class Work(Protocol):
-    """Computation of the alternatives of formulas."""
+    """The solver's functions that keywords need: alternatives (sets of constraints joined
+    by "or") of the formulas of nested schemas.
+    """
 
     def expand(self, formula: Formula, *, tracks: bool) -> Alternatives:
-        """Return the alternatives of a formula; ``tracks`` keeps what they evaluate."""
+        """Return the alternatives of a formula (sets of constraints joined by "or"). ``tracks``:
+        True if they record which items and properties they evaluate.
+        """
         ...
 
     def join(self, groups: Iterable[Alternatives]) -> Alternatives:
-        """Return the alternatives that satisfy one alternative of each group."""
+        """Return the alternatives that satisfy one alternative of each group: all combinations of
+        the groups (lists of alternatives joined by "or"), without those that are empty.
+        """
         ...
 
     def excludes(self, alternatives: Alternatives, formula: Formula) -> bool:
@@ -64,7 +70,7 @@ class Work(Protocol):
         ...
 
     def drop(self, keyword: str) -> None:
-        """Note that an alternative of this keyword was left out."""
+        """Note that an alternative of this keyword was left out, as it cannot be expressed."""
         ...
 
 
@@ -118,7 +124,8 @@ class Schema:
 
 
 def accept(schema: Schema, work: Work, *, tracks: bool) -> Alternatives:
-    """Return the alternatives of a schema without its ``unevaluated*`` keywords.
+    """Return the alternatives of a schema (sets of constraints joined by "or"), without its
+    ``unevaluated*`` keywords.
 
     Args:
         schema: the schema.
@@ -149,7 +156,9 @@ def accept(schema: Schema, work: Work, *, tracks: bool) -> Alternatives:
 
 
 def apply_unevaluated(schema: Schema, alternatives: Alternatives) -> Alternatives:
-    """Return the alternatives with ``unevaluatedProperties`` and ``unevaluatedItems`` applied."""
+    """Return the alternatives (sets of constraints joined by "or") with ``unevaluatedProperties``
+    and ``unevaluatedItems`` of the schema applied.
+    """
     if "unevaluatedProperties" in schema:
         rest = schema.find("unevaluatedProperties")
         alternatives = [_close_properties(each, rest) for each in alternatives]
@@ -160,7 +169,9 @@ def apply_unevaluated(schema: Schema, alternatives: Alternatives) -> Alternative
 
 
 def reject(schema: Schema, work: Work) -> Alternatives:
-    """Return the alternatives of all values that a schema does not allow."""
+    """Return alternatives (sets of constraints joined by "or") that together allow all values that
+    a schema does not allow.
+    """
     found = _reject_plain(schema, work)
     parts = [schema.follow(name) for name in ("$ref", "$dynamicRef") if name in schema]
     parts += schema.list("allOf") if "allOf" in schema else []
@@ -195,7 +206,9 @@ def reject(schema: Schema, work: Work) -> Alternatives:
 
 
 def _accept_plain(schema: Schema) -> Alternatives:
-    """Return the single alternative of all keywords that contain no other schema's alternatives."""
+    """Return at most one alternative (a set of constraints) for all keywords of a schema but those
+    that combine schemas, such as ``anyOf``.
+    """
     found = ANY
     if "type" in schema:
         types, is_integer = _read_types(schema)
@@ -253,8 +266,8 @@ def _accept_plain(schema: Schema) -> Alternatives:
 
 
 def _reject_plain(schema: Schema, work: Work) -> Alternatives:
-    """Return alternatives that violate one of the plain keywords; ``format`` is only an
-    annotation.
+    """Return alternatives (sets of constraints joined by "or") of values that violate one of the
+    keywords that do not combine schemas; ``format`` is only an annotation.
     """
     found: Alternatives = []
     if "type" in schema:
@@ -406,7 +419,9 @@ def _close_items(alternative: Alternative, rest: Formula) -> Alternative:
 
 
 def exclude(values: tuple[Value, ...], work: Work) -> Alternatives:
-    """Return the alternatives of all values except the given ones."""
+    """Return alternatives (sets of constraints joined by "or") that together allow all values
+    except the given ones.
+    """
     groups: list[Alternatives] = []
     scalars = tuple(v for v in values if v[0] in ("boolean", "number", "string"))
     if scalars:

@@ -22,7 +22,7 @@ def exclude_texts(texts: Sequence[str]) -> str:
 
 
 def _exclude(texts: list[str]) -> str:
-    """Return an expression that matches every string except the given ones."""
+    """Return a regular expression that matches every string except the given ones."""
     following: dict[str, list[str]] = {}
     for text in texts:
         if text:

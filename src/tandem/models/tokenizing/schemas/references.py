@@ -47,7 +47,7 @@ class References:
 
     @property
     def root(self) -> Place:
-        """Place of the root schema."""
+        """Place (path of keys from the root of the document) of the root schema."""
         return self._enter((), ())
 
     def get(self, place: Place) -> Any:

@@ -18,7 +18,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class Rewritten(NamedTuple):
-    """A rewritten schema, and the keywords that it narrows."""
+    """A schema rewritten for llguidance, and the keywords for which it allows fewer values."""
 
     schema: Any
     narrowed: tuple[str, ...]

@@ -80,16 +80,20 @@ class Solver:
 
     @property
     def root(self) -> Formula:
-        """Formula of the whole document."""
+        """Formula of the whole document: what a value must satisfy to match its root schema."""
         return self._at(self.references.root)
 
     def drop(self, keyword: str) -> None:
-        """Note that an alternative of this keyword was left out of all formulas being expanded."""
+        """Note that an alternative of this keyword was left out of all formulas being expanded, as
+        it cannot be expressed; they allow fewer values.
+        """
         for key in self._working:
             self._narrowed.setdefault(key, keyword)
 
     def join(self, groups: Iterable[Alternatives]) -> Alternatives:
-        """Return the alternatives that satisfy one alternative of each group."""
+        """Return the alternatives that satisfy one alternative of each group: all combinations of
+        the groups (lists of alternatives joined by "or"), without those that are empty.
+        """
         found: Alternatives = [ANY]
         for group in groups:
             self._spend(len(found) * len(group))
@@ -98,7 +102,12 @@ class Solver:
         return found
 
     def expand(self, formula: Formula, *, tracks: bool) -> Alternatives:
-        """Return the alternatives of a formula, cached. Raises: RefusedError."""
+        """Return a formula's alternatives, the sets of constraints of which a value satisfies one;
+        cached.
+
+        ``tracks``: True if they record which items and properties they evaluate. Raises:
+        RefusedError.
+        """
         key = (formula, tracks)
         if key not in self._known:
             if key in self._working or len(self._working) > 100:
@@ -122,7 +131,7 @@ class Solver:
         return not any(self._settle(each) for each in self.join([alternatives, others]))
 
     def settle(self, formula: Formula) -> Alternatives:
-        """Return the alternatives of a formula that some value may satisfy.
+        """Return the alternatives of a formula, without those that provably no value satisfies.
 
         Raises: RefusedError (there is none, and an alternative was left out).
         """
@@ -212,7 +221,9 @@ class Solver:
         return all_of(parts)
 
     def find_item(self, index: int, alternative: Alternative) -> Formula:
-        """Return the formula that the item at a position must satisfy."""
+        """Return the formula that the item at a position of an array must satisfy, by all
+        constraints of an alternative.
+        """
         return all_of(layer.at(index) for layer in alternative.items)
 
     def _spend(self, num_steps: int) -> None:
@@ -284,8 +295,8 @@ class Solver:
         return Schema(content, find, follow)
 
     def _settle(self, alternative: Alternative) -> Alternatives:
-        """Return the alternative without types that have no values; empty list if no type
-        remains.
+        """Return the alternative without types of which no value satisfies it; an empty list if no
+        type remains.
         """
         self._spend(1 + len(alternative.required))
         if alternative.values is not None:

@@ -45,7 +45,7 @@ MAX_VALUES = 8
 
 
 class Writer:
-    """Writer of one document's schema.
+    """Writer of one document's schema in the keywords that llguidance supports.
 
     Args:
         solver: computes the document's alternatives.
@@ -62,14 +62,16 @@ class Writer:
         self.narrowed: dict[str, None] = {}
 
     def write(self) -> Any:
-        """Return the whole schema, with its definitions."""
+        """Return the whole rewritten schema, with its definitions under ``$defs``."""
         root = self._write(self._solver.root)
         if isinstance(root, dict) and self._definitions:
             root = root | {"$defs": self._definitions}
         return root
 
     def _refer(self, formula: Formula) -> Any:
-        """Return the schema of a nested value: true, false, or a reference to a definition."""
+        """Return the schema to write for a nested value: true, false, or a reference to a
+        definition that is written once.
+        """
         if formula == TRUE:
             return True
         if self._solver.is_false(formula):
@@ -191,7 +193,9 @@ class Writer:
             yield schema
 
     def _place(self, alternative: Alternative) -> Iterator[Alternative]:
-        """Yield alternatives in which counted items have fixed positions instead of counts."""
+        """Yield alternatives in which the items that ``contains`` counts have fixed positions
+        instead.
+        """
         if not alternative.counts:
             yield alternative
             return
@@ -231,7 +235,9 @@ class Writer:
                 yield ArrayLayer(first, other), Sizes(end)
 
     def _write_unique(self, alternative: Alternative) -> Iterator[dict[str, Any]]:
-        """Yield the arrays of distinct items, if there are few."""
+        """Yield a schema that enumerates the arrays of distinct items, if there are any. Raises:
+        RefusedError (they are too many).
+        """
         sizes = alternative.num_items
         places = max((len(layer.first) for layer in alternative.items), default=0)
         rest = self._solver.find_item(places, alternative)
@@ -356,7 +362,7 @@ def _list_patterns(text: Text, excluded: tuple[Value, ...]) -> list[str]:
 
 
 def _split(numbers: Numbers, points: list[Fraction]) -> Iterator[Numbers]:
-    """Yield the ranges that remain when points are excluded."""
+    """Yield the ranges of numbers that remain when single numbers are excluded."""
     for point in points:
         below = numbers & Numbers(high=point, is_high_open=True)
         if point in numbers:

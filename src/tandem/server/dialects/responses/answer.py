@@ -52,7 +52,7 @@ Event = tuple[str, dict[str, Any]]
 
 @dataclass(slots=True)
 class ResponseAnswer:
-    """The renderer of a response.
+    """The renderer of one response of the Responses API.
 
     Args:
         document: response, which grows with the answer.
@@ -76,11 +76,11 @@ class ResponseAnswer:
     _num_reasoning: int = field(init=False, default=0)
 
     def measure(self, generation: Generation, piece: Piece) -> int:
-        """Return about how many bytes of the answer a piece takes."""
+        """Return about how many bytes of the answer a piece (new output of a generation) takes."""
         return piece.size_bytes
 
     def add(self, generation: Generation, piece: Piece) -> None:
-        """Add a piece to an answer that is sent as a whole."""
+        """Add a piece (new output of a generation) to an answer that is sent as a whole."""
         self._take(generation, piece)
 
     def make_document(self, generations: Sequence[Generation]) -> object:
@@ -88,7 +88,7 @@ class ResponseAnswer:
         return msgspec.Raw(self._end())
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:
-        """Return the encoded stream events of a piece."""
+        """Return the encoded stream events for a piece (new output of a generation)."""
         frames: list[bytes] = []
         if self._num_events == 0:
             begin = ("response.created", "response.in_progress")
@@ -137,7 +137,9 @@ class ResponseAnswer:
         return encode_named_event(kind, _encode(event))
 
     def _take(self, generation: Generation, piece: Piece) -> list[Event]:
-        """Add a piece to the response; return the events of its changes."""
+        """Add a piece (new output of the generation) to the response; return the events of its
+        changes.
+        """
         new, self._num_tokens = piece.num_tokens - self._num_tokens, piece.num_tokens
         if piece.deltas and isinstance(piece.deltas[-1], ReasoningDelta):
             self._num_reasoning += new
@@ -200,7 +202,7 @@ class ResponseAnswer:
                 return [self._tell(kind, content=False, delta=text)]
 
     def _begin(self, item: OutputItem) -> list[Event]:
-        """Close the open item and open another; return the events of both."""
+        """End the item that the answer is writing, and begin another; return the events of both."""
         events = self._close("completed")
         self._open = item
         self.document.output.append(item)
@@ -212,7 +214,7 @@ class ResponseAnswer:
         return len(self.document.output) - 1
 
     def _tell(self, kind: str, *, content: bool = True, **values: object) -> Event:
-        """Return an event about the open item."""
+        """Return an event about the item that the answer is writing now."""
         assert self._open is not None
         place: dict[str, Any] = {"item_id": self._open.id, "output_index": self._index}
         if content:
@@ -220,7 +222,9 @@ class ResponseAnswer:
         return kind, place | values
 
     def _close(self, status: Status) -> list[Event]:
-        """Close the open item, if there is one; return the events."""
+        """End the item that the answer is writing now, if there is one; return the events that tell
+        this.
+        """
         item = self._open
         events: list[Event] = []
         match item:

@@ -134,5 +134,7 @@ async def _run(context: ServerContext, response: PlannedResponse, origin: Origin
 
 
 async def _never_leave() -> dict[str, object]:
-    """Wait for ever, in place of the connection of a client that does not wait."""
+    """Wait for ever: stands for the connection of a client that does not wait for its background
+    response, so that the client never seems to leave.
+    """
     return await asyncio.get_running_loop().create_future()

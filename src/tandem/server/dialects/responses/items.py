@@ -58,7 +58,7 @@ def read_answer(items: Sequence[OutputItem]) -> list[oai.InputMessage]:
 
 
 class _Turns:
-    """A collector that converts items to chat messages."""
+    """A collector that converts a conversation's items (Responses API) to chat messages."""
 
     def __init__(self) -> None:
         self.messages: list[oai.InputMessage] = []
@@ -66,7 +66,7 @@ class _Turns:
         """Message of the model to which further items may be added; None: there is none."""
 
     def add(self, item: InputItem, place: str) -> None:
-        """Add an item; ``place`` is its path in the body, for errors."""
+        """Add an item of the conversation; ``place`` is its path in the body, for errors."""
         match item.type:
             case None | "message":
                 self._add_message(item, place)
@@ -202,7 +202,8 @@ def _write_custom(name: str, tool: ResponseTool) -> oai.Function:
 def read_choice(
     request: ResponsesRequest, tools: list[oai.Tool]
 ) -> tuple[oai.ToolChoice | None, list[oai.Tool]]:
-    """Return the choice of tool in the form of chat completions, and the tools that it allows.
+    """Return the choice of tool in the form of chat completions (None without one, or without
+    tools), and the tools that it allows.
 
     Raises:
         UnsupportedError: the choice is a tool that runs at OpenAI.

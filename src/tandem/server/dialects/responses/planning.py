@@ -160,7 +160,7 @@ def _join_system(messages: list[oai.InputMessage]) -> list[oai.InputMessage]:
 
 
 def _translate(request: ResponsesRequest, messages: list[oai.InputMessage]) -> oai.ChatRequest:
-    """Return the equivalent request of chat completions."""
+    """Return the request of chat completions that is equivalent to one of the Responses API."""
     choice, tools = read_choice(request, read_tools(request.tools))
     chat = oai.ChatRequest(
         model=request.model,
@@ -198,7 +198,9 @@ def _translate_form(form: TextFormat) -> oai.ResponseFormat:
 
 
 def _rename_field(error: TandemError) -> TandemError:
-    """Return an error of chat completions with its field named as in this API."""
+    """Return an error of chat completions with the field that it blames named as in the Responses
+    API.
+    """
     if error.field not in _FIELDS:
         return error
     name = _FIELDS[error.field]

@@ -50,7 +50,7 @@ _NUMBER_BYTES = 12
 
 
 class VectorBody(Protocol):
-    """The fields of a body that are read before it is planned."""
+    """The fields of a body that are needed before its ``VectorTask`` is made."""
 
     timeout: float | None
 
@@ -60,7 +60,7 @@ R = TypeVar("R", bound=VectorBody)
 
 @dataclass(frozen=True, slots=True)
 class PooledPrompt:
-    """The vector of a prompt."""
+    """The vector that the model made of a prompt."""
 
     vector: NDArray[np.float32]
     num_tokens: int

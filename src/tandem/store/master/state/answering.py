@@ -13,8 +13,8 @@ OBJECT_ANSWER_S = 50e-6
 
 
 class Answering:
-    """Answer times of one host's quick orders: those that wait for nothing but the host's own
-    thread.
+    """The answer times of one host to a master's quick orders: those that wait for nothing but the
+    host's own thread.
 
     Args:
         most_s: upper bound of the wait for any order, seconds.
@@ -30,7 +30,9 @@ class Answering:
 
     @property
     def is_doubted(self) -> bool:
-        """True if an order timed out and none that was sent after it has been answered."""
+        """True if an order to the host timed out and none that was sent after it has been
+        answered.
+        """
         return self._doubted_s is not None
 
     def is_silent(self, now_s: float) -> bool:
@@ -50,15 +52,19 @@ class Answering:
         return min(usual_s + num_objects * OBJECT_ANSWER_S, self._most_s)
 
     def note_sent(self, order: object, now_s: float) -> None:
-        """Note that an order was sent. ``order`` identifies it."""
+        """Note that a quick order was sent to the host. ``order`` is any object that
+        identifies it.
+        """
         self._unanswered[order] = now_s
 
     def note_ended(self, order: object) -> None:
-        """Note that an order has ended, with or without an answer."""
+        """Note that an order to the host is over, with or without an answer."""
         self._unanswered.pop(order, None)
 
     def note_answer(self, sent_s: float, now_s: float) -> bool:
-        """Note that an order was answered. Return True if the answer ends a doubt."""
+        """Note that the host has answered an order. Return True if it counted as silent (see
+        ``doubt``) and no longer does.
+        """
         self._usual.note(now_s - sent_s)
         if self._doubted_s is None or sent_s < self._doubted_s:
             return False
@@ -76,6 +82,6 @@ class Answering:
         return is_new
 
     def reset(self) -> None:
-        """Forget all orders, since the host's session is over."""
+        """Forget all unanswered orders and any doubt, since the host's session is over."""
         self._unanswered.clear()
         self._doubted_s = None

@@ -19,7 +19,7 @@ RECOVERY_LOOK_MAX_S = 0.25
 
 
 class Awaited:
-    """The awaited hosts of one master.
+    """The awaited hosts of one master: those that have yet to return and list their objects.
 
     Args:
         hosts: all known hosts by number; borrowed.
@@ -45,12 +45,16 @@ class Awaited:
         return host in self.until_ms
 
     def open_window(self, until_ms: int) -> None:
-        """Expect hosts that no roster names until ``until_ms``."""
+        """Expect until ``until_ms`` that hosts join which the roster (the list of known hosts) does
+        not name.
+        """
         self._window_until_ms = until_ms
 
     @property
     def is_window_open(self) -> bool:
-        """True if hosts may join that no roster names."""
+        """True while hosts are expected to join that the roster (the list of known hosts) does not
+        name; see ``open_window``.
+        """
         if self._window_until_ms and self._now_ms() >= self._window_until_ms:
             self._window_until_ms = 0
         return self._window_until_ms > 0
@@ -68,18 +72,24 @@ class Awaited:
 
     @property
     def is_adopting(self) -> bool:
-        """True if inventories are arriving that may have objects unknown to this master."""
+        """True if inventories (hosts' lists of objects) are arriving that may have objects unknown
+        to this master.
+        """
         return self.is_learning or any(
             host.stage is HostStage.JOINING for host in self._hosts.values()
         )
 
     async def recover(self) -> None:
-        """Wait until all members have sent their inventories, or are declared lost."""
+        """Wait until all hosts that may have objects have sent their inventories (lists of
+        objects), or are declared lost.
+        """
         while self.is_learning:
             await asyncio.shield(self._begin())
 
     async def wait_learnt(self, timeout_s: float) -> None:
-        """Wait like ``recover``, for ``timeout_s`` at most."""
+        """Wait until all absent hosts have listed their objects or are declared lost, as
+        ``recover`` does, for ``timeout_s`` at most.
+        """
         if self.is_learning:
             await asyncio.wait([self._begin()], timeout=timeout_s)
 

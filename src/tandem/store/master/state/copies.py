@@ -45,21 +45,25 @@ class Copies:
     # The methods below handle the copies of one object.
 
     def iterate(self, row: int) -> Iterator[tuple[int, int]]:
-        """Yield the tag and the offset of each copy of an object."""
+        """Yield the tag (number of the host, marked if it is its disk) and the offset of each copy
+        of an object.
+        """
         at = self.first[row]
         while at >= 0:
             yield self.host[at], self.offset[at]
             at = self.next[at]
 
     def has(self, row: int, tag: int) -> bool:
-        """Return True if the object has a copy with this tag."""
+        """Return True if the object has a copy with this tag (a host's memory or disk)."""
         at = self.first[row]
         while at >= 0 and self.host[at] != tag:
             at = self.next[at]
         return at >= 0
 
     def add(self, row: int, tag: int, offset: int) -> None:
-        """Add a copy in front of the row's chain. REQUIRES: the row has no copy with this tag."""
+        """Add a copy to the object in ``row``. REQUIRES: it has no copy with this tag (in the same
+        memory or on the same disk).
+        """
         assert not self.has(row, tag), tag
         (at,) = self.take(1)
         self.host[at] = tag
@@ -69,7 +73,9 @@ class Copies:
         self.first[row] = at
 
     def drop(self, row: int, tag: int) -> int | None:
-        """Remove a copy. Return its offset; None without such a copy."""
+        """Remove an object's copy with this tag (a host's memory or disk). Return its offset; None
+        without such a copy.
+        """
         before, at = -1, self.first[row]
         while at >= 0 and self.host[at] != tag:
             before, at = at, self.next[at]
@@ -86,17 +92,21 @@ class Copies:
     # The methods below handle many rows at a time, in numpy columns.
 
     def rows_with(self, tag: int) -> npt.NDArray[np.int64]:
-        """Return the rows that have a copy with this tag."""
+        """Return the rows of the objects that have a copy with this tag (a host's memory or
+        disk).
+        """
         at = np.flatnonzero(view(self.host) == tag)
         return view(self.row)[at].astype(np.int64)
 
     def places_with(self, tag: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Return the rows that have a copy with this tag, and the offsets of these copies."""
+        """Return the rows of the objects that have a copy with this tag (a host's memory or disk),
+        and the offsets of these copies.
+        """
         at = np.flatnonzero(view(self.host) == tag)
         return view(self.row)[at].astype(np.int64), view(self.offset)[at].astype(np.uint64)
 
     def are_on(self, rows: npt.NDArray[np.int64], is_good: bytes) -> npt.NDArray[np.bool_]:
-        """Return, for each row, True if all its copies are in memory of good hosts.
+        """Return, for each row, True if all copies of its object are in the memory of good hosts.
 
         Args:
             rows: rows of objects without copies on disks.
@@ -111,8 +121,8 @@ class Copies:
         return good
 
     def drop_all(self, rows: npt.NDArray[np.int64]) -> dict[int, tuple[list[int], list[int]]]:
-        """Remove all copies of objects. Return, by tag, the rows that had a copy and the copies'
-        offsets.
+        """Remove all copies of objects. Return, by tag (a host's memory or disk), the rows that had
+        a copy and the copies' offsets.
         """
         places: dict[int, tuple[list[int], list[int]]] = {}
         at, owners = view(self.first)[rows].astype(np.int64), rows
@@ -130,19 +140,21 @@ class Copies:
         return places
 
     def take(self, count: int) -> list[int]:
-        """Allocate entries of the table. The caller sets their cells at once: new ones are zero,
-        which is a valid host number.
+        """Allocate ``count`` entries of the table of copies. The caller sets their cells at once:
+        new ones are zero, which is a valid host number.
         """
         return take_rows(self._spare, (self.host, self.offset, self.next, self.row), count)
 
     def give_back(self, places: Sequence[int], fill: Fill) -> None:
-        """Free entries of the table that ``take`` allocated."""
+        """Free entries of the table that ``take`` allocated; ``fill`` clears their cells."""
         fill(places, [(self.host, FREE_HOST)])
         self._spare.extend(places)
 
 
 def take_rows(spare: "array[int]", columns: "Sequence[array[int]]", count: int) -> list[int]:
-    """Allocate rows of a table: reuse spare ones, then append to the columns."""
+    """Allocate rows of a table that is stored as ``columns``, and return their numbers: the spare
+    ones first, then new ones at the end of each column.
+    """
     reused = min(count, len(spare))
     taken = spare[len(spare) - reused :].tolist()
     del spare[len(spare) - reused :]

@@ -34,7 +34,9 @@ class _Going:
         self.count = count
 
     def end(self, count: int = 1) -> None:
-        """Count ``count`` objects of the group as wiped."""
+        """Count ``count`` more objects of the group as wiped. The last one ends the caller's
+        wait.
+        """
         self.count -= count
         if self.count <= 0:
             _settle(self.done)
@@ -56,7 +58,8 @@ class _Forget:
 
 
 class Drops:
-    """The dropped objects of one host, over all its sessions.
+    """The objects that a master has dropped (removed or evicted) from one host's memory, over all
+    sessions with the host.
 
     Args:
         host: the host's name.
@@ -118,11 +121,13 @@ class Drops:
     # The methods below begin and end sessions with the host.
 
     def begin_session(self, *, has_disk: bool) -> None:
-        """Note that the host has joined, and whether it has a disk."""
+        """Note that the host has joined, and whether it has a disk, which must forget removed
+        objects.
+        """
         self._session, self._has_disk = object(), has_disk
 
     def end_session(self) -> None:
-        """Note that the host's session has ended, and with it the session's tasks."""
+        """Note that the host's session has ended, and with it the tasks that have objects wiped."""
         self._session = None
         self._read_until_ms = self._now_ms() + self._lease_ms
         self._is_wiping = self._is_forgetting = False
@@ -139,7 +144,9 @@ class Drops:
                 self._finish_unwiped(dropped)
 
     def keep(self, offsets: Collection[int]) -> None:
-        """Forget all dropped objects except those at the given offsets."""
+        """Forget all dropped objects except those at the given offsets, which a new session carries
+        over from the last.
+        """
         self._drops = {offset: drop for offset, drop in self._drops.items() if offset in offsets}
 
     # The methods below wipe objects in the host's memory, and free their space.
@@ -169,7 +176,7 @@ class Drops:
 
     def watch_wipe(self, offset: int) -> "asyncio.Future[None] | None":
         """Return a future that is done when the object dropped at ``offset`` is wiped; None if it
-        is wiped.
+        is wiped already. The caller ensures that one was dropped there.
 
         The future is also done when the host is lost, with the object possibly not wiped.
         """
@@ -177,8 +184,8 @@ class Drops:
         return None if dropped.is_wiped else dropped.going.done
 
     def free_leased(self, now_ms: int) -> None:
-        """Free the wiped extents whose last lease has ended. For objects that a lost host did not
-        wipe, end the callers' waits once no lease on the host is left.
+        """Free the ranges of wiped objects whose last lease has ended. For objects that a lost host
+        did not wipe, end the callers' waits once no lease on the host is left.
         """
         if self._unwiped:
             for _, going in [item for item in self._unwiped if item[0] <= now_ms]:

@@ -27,8 +27,8 @@ LocatedRows = tuple[bytes, bytes, list[int], list[tuple[int, int, int]]]
 
 
 class Passes(NamedTuple):
-    """Functions that process many rows of the columns at once. They are native and passed in, so
-    that this module stays pure.
+    """Functions that process many rows of the directory's columns at once. They are native and
+    passed in, so that this module stays pure.
     """
 
     fill: Fill
@@ -92,7 +92,7 @@ class Directory:
     # The methods below read the directory.
 
     def find(self, key: str) -> int:
-        """Return the row of ``key``, or ``NO_ROW``."""
+        """Return the row (number) of the object with this key; ``NO_ROW`` without one."""
         return self._rows.get(key, NO_ROW)
 
     def has_any(self, keys: Sequence[str]) -> bool:
@@ -160,7 +160,7 @@ class Directory:
         return rows, versions
 
     def key(self, row: int) -> str:
-        """Return the key of a row."""
+        """Return the key of the object in a row."""
         return self._keys[row]
 
     def size(self, row: int) -> int:
@@ -184,7 +184,7 @@ class Directory:
         return self._lease_until_ms[row]
 
     def wanted(self, row: int) -> int:
-        """Return the number of replicas that the put asked for."""
+        """Return the number of replicas that the put of the row's object asked for."""
         return self._wanted[row]
 
     def num_live(self, row: int) -> int:
@@ -192,11 +192,11 @@ class Directory:
         return self._live[row]
 
     def num_in_memory(self, row: int) -> int:
-        """Return the number of replicas in memory of connected hosts."""
+        """Return the number of replicas of the row's object in memory of connected hosts."""
         return self._memory[row]
 
     def is_hard_pinned(self, row: int) -> bool:
-        """Return True if the object has a hard pin, so that it is never evicted."""
+        """Return True if the object in ``row`` has a hard pin, so that it is never evicted."""
         return bool(self._flags[row] & _HARD)
 
     def soft_pinned_until_ms(self, row: int) -> int:
@@ -204,7 +204,7 @@ class Directory:
         return self._soft_until_ms.get(row, 0)
 
     def replicas(self, row: int) -> list[Replica]:
-        """Return all replicas in memory, those on lost hosts included."""
+        """Return all replicas of the row's object in memory, those on lost hosts included."""
         copies = self._copies.iterate(row)
         return [Replica(tag, offset) for tag, offset in copies if tag < DISK]
 
@@ -219,22 +219,22 @@ class Directory:
         return list(self._rows)
 
     def rows_on_host(self, host: int) -> list[int]:
-        """Return the rows that have a replica in the memory of ``host``."""
+        """Return the rows of the objects that have a replica in the memory of ``host``."""
         return self._copies.rows_with(host).tolist()
 
     def places_on_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """Return the rows that have a replica in the memory of ``host``, and the replicas'
-        offsets.
+        """Return the rows of the objects that have a replica in the memory of ``host``, and the
+        replicas' offsets.
         """
         return self._copies.places_with(host)
 
     def rows_on_disk(self, host: int) -> list[int]:
-        """Return the rows that have a copy on the disk of ``host``."""
+        """Return the rows of the objects that have a copy on the disk of ``host``."""
         return self._copies.rows_with(host | DISK).tolist()
 
     def list_under_replicated(self, limit: int) -> list[int]:
-        """Return up to ``limit`` rows with fewer hosts than wanted and a copy in memory, from which
-        more can be made.
+        """Return the rows of up to ``limit`` objects that fewer hosts have than their puts asked
+        for, and that have a copy in memory, from which more can be made.
         """
         memory, live, wanted = view(self._memory), view(self._live), view(self._wanted)
         return np.flatnonzero((memory > 0) & (live < wanted))[:limit].tolist()
@@ -303,7 +303,7 @@ class Directory:
         offsets: Sequence[int],
         lease_until_ms: int = 0,
     ) -> list[int]:
-        """Add many objects with one replica each, all on one host.
+        """Add many objects to the directory, with one replica each, all on one host.
 
         Returns: their rows, in order.
         REQUIRES: the keys are absent and differ; the host is connected.
@@ -374,7 +374,8 @@ class Directory:
     def split_plain(
         self, rows: Sequence[int], is_plain: bytes, now_ms: int
     ) -> tuple[list[int], list[int]]:
-        """Divide rows into those that ``remove_many`` can remove, and the others.
+        """Divide rows into those whose objects ``remove_many`` can remove (only unleased copies in
+        memory of plain hosts), and the others.
 
         Args:
             rows: rows to divide.
@@ -429,7 +430,9 @@ class Directory:
         self._live[row] += 1
 
     def _is_on_other_tier(self, row: int, tag: int) -> bool:
-        """Return True if the host of this copy also has a copy on its other tier."""
+        """Return True if the host of this copy, which ``tag`` names, also has one on its other
+        tier: on disk besides memory, or the reverse.
+        """
         return (tag >= DISK or self._num_disks[row] > 0) and self._copies.has(row, tag ^ DISK)
 
     def drop_replica(self, row: int, host: int) -> Replica | None:
@@ -471,7 +474,7 @@ class Directory:
         self._num_unreadable += int(np.count_nonzero(live[rows] == 0))
 
     def find_host(self, host: int) -> None:
-        """Count the copies on ``host`` as readable again."""
+        """Count the copies on ``host``, which was lost, as readable again."""
         if host not in self._lost_hosts:
             return
         self._lost_hosts.remove(host)
@@ -482,7 +485,9 @@ class Directory:
         live[rows] += 1
 
     def _rows_of_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the rows in the host's memory, and the rows on any of its tiers."""
+        """Return the rows of the objects in the host's memory, and those of the objects in its
+        memory or on its disk.
+        """
         in_memory, on_disk = map(self._copies.rows_with, (host, host | DISK))
         return in_memory, np.union1d(in_memory, on_disk) if len(on_disk) else in_memory
 
@@ -507,8 +512,8 @@ class Directory:
     # The methods below choose objects and copies to evict.
 
     def pick_surplus(self, host: int, now_ms: int, min_bytes: int) -> list[int]:
-        """Return rows with a surplus copy in the memory of ``host``: they have more replicas than
-        wanted.
+        """Return the rows of objects with a surplus copy in the memory of ``host``: they have more
+        replicas than their puts asked for.
 
         Least recently used first, until their values have ``min_bytes``; leased rows are skipped.
         Pins do not matter, since as many replicas as wanted stay on connected hosts.

@@ -18,7 +18,7 @@ GUARD_MS = 100
 
 
 class Extent(NamedTuple):
-    """A range of bytes in a segment."""
+    """A range of bytes in a segment (a host's memory for objects)."""
 
     offset: int
     length: int
@@ -43,7 +43,7 @@ class Space(Enum):
 
 
 class ExtentEvent(Enum):
-    """An event that changes the use of a range."""
+    """An event that changes the use of a range in a host's segment; see ``Space``."""
 
     TAKE = auto()
     GIVE_BACK = auto()
@@ -87,11 +87,13 @@ class Allocator(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are taken."""
+        """Bytes of the segment that are taken."""
         ...
 
     def allocate(self, lengths: Sequence[int], /) -> list[int] | None:
-        """Take ranges, all or none. Return their offsets, or None."""
+        """Take ranges of these lengths, all or none. Return their offsets; None without space for
+        all.
+        """
         ...
 
     def grow(self, capacity_bytes: int, /) -> None:
@@ -99,12 +101,12 @@ class Allocator(Protocol):
         ...
 
     def release_many(self, offsets: Sequence[int], lengths: Sequence[int], /) -> None:
-        """Free ranges."""
+        """Free ranges that were taken."""
         ...
 
 
 class SpaceLedger:
-    """The uses of one segment's ranges, in one session with its host.
+    """The uses of the ranges of one segment (a host's memory), in one session with its host.
 
     Nothing can be reserved before ``open``, which needs the host's inventory. Objects of the
     inventory that are not wanted can be dropped before that.
@@ -139,7 +141,8 @@ class SpaceLedger:
         return any(offset in self._extents[space] for space in spaces)
 
     def open(self, allocator: Allocator, carried: Iterable[Extent]) -> None:
-        """Begin to give out space.
+        """Begin to give out space of the host's segment, after its inventory (list of objects) has
+        come.
 
         Args:
             allocator: has all ranges of the inventory taken; borrowed.
@@ -185,8 +188,8 @@ class SpaceLedger:
             self._enter(target, offsets, lengths)
 
     def drop(self, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Note that objects have left the directory, or will never enter it, so that their headers
-        must be wiped.
+        """Note that the objects in these ranges have left the directory, or will never enter it, so
+        that their headers must be wiped.
 
         Raises: InternalError if one of the ranges was dropped already; nothing has changed then.
         """
@@ -204,8 +207,8 @@ class SpaceLedger:
         heapq.heappush(self._leases, (until_ms, offset))
 
     def end_leases(self, now_ms: int, guarded: Collection[int]) -> list[int]:
-        """Free the ranges whose leases have ended and that no host copies from. Return their
-        offsets.
+        """Free the ranges whose leases have ended, except those at the offsets ``guarded``, from
+        which another host is copying. Return the freed offsets.
         """
         freed: list[int] = []
         while self._leases and self._leases[0][0] <= now_ms:
@@ -225,7 +228,9 @@ class SpaceLedger:
             self.allocator.grow(capacity_bytes)
 
     def close(self) -> None:
-        """Note that the session has ended. Only ranges with readers' leases stay listed."""
+        """Note that the session with the host has ended. Only ranges with readers' leases stay
+        listed.
+        """
         self.allocator = None
         for space in (Space.HELD, Space.WIPING, Space.QUARANTINED):
             self._extents[space].clear()

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class OrderLine:
-    """Numbers and sends the orders of one session with a host.
+    """Numbers and sends a master's orders in one session with a host.
 
     Args:
         caller: the session, in which calls begin in the order in which they are made.
@@ -29,7 +29,7 @@ class OrderLine:
         self._is_over = False
 
     def end(self) -> None:
-        """Note that the session has ended: no order is sent any more."""
+        """Note that the session with the host has ended: no order is sent any more."""
         self._is_over = True
 
     def send(

@@ -36,7 +36,9 @@ class _Client:
         self.work: dict[int, asyncio.Future[Any]] = {}
 
     def settle(self, below: int) -> None:
-        """Forget the results that the client will not ask for again."""
+        """Forget the results of requests with numbers below ``below``, which the client will not
+        ask for again.
+        """
         if below > self.settled_below:
             self.settled_below = below
             for number in [number for number in self.work if number < below]:

@@ -135,12 +135,16 @@ class HostSpace:
 
     @property
     def is_settled(self) -> bool:
-        """True if the host is connected and has sent its inventory."""
+        """True if the host is connected and has sent its inventory (list of objects) in this
+        session.
+        """
         return self.caller is not None and self.stage is not HostStage.JOINING
 
     @property
     def is_all_known(self) -> bool:
-        """True if objects on any of the host's tiers that this master does not know are stale."""
+        """True if this master has seen all objects in the host's memory and on its disk, so that
+        others that turn up there are stale.
+        """
         return self.is_known and (self.disk is None or self.is_disk_known)
 
     @property
@@ -151,7 +155,7 @@ class HostSpace:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the ranges that are being written or copied."""
+        """Bytes of the ranges that are reserved for objects being written or copied."""
         return self.ledger.count_bytes(Space.HELD)
 
     @property
@@ -161,12 +165,16 @@ class HostSpace:
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of wiped ranges that wait for readers' leases to end."""
+        """Bytes of the ranges of removed objects whose headers are wiped, and which readers' leases
+        still keep from reuse.
+        """
         return self.ledger.count_bytes(Space.LEASED)
 
     @property
     def quarantined_bytes(self) -> int:
-        """Bytes of ranges that are kept until their writers are proven gone."""
+        """Bytes of ranges that are kept until the failed clients that were writing there are proven
+        unable to write.
+        """
         return self.ledger.count_bytes(Space.QUARANTINED)
 
     def view(self) -> HostView:
@@ -200,7 +208,9 @@ class HostSpace:
     # The methods below begin and end sessions, and send orders to the host.
 
     def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
-        """Note that the host has joined. Its inventory follows."""
+        """Note that the host has joined with a new session. Its inventory (list of objects)
+        follows.
+        """
         self.caller, self.session = caller, session
         self.line = OrderLine(caller, session, self._epoch)
         self.attempt = join.attempt
@@ -234,8 +244,8 @@ class HostSpace:
         self.drops.end_session()
 
     def rebuild(self, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
-        """Make the allocator with these extents taken, and those of the earlier session that
-        readers may still rely on.
+        """Make the allocator of the host's memory anew: taken are these extents of its inventory,
+        and those of the earlier session that readers may still rely on.
 
         Raises: CorruptionError if the extents overlap.
         """
@@ -286,7 +296,9 @@ class HostSpace:
         return await (self._watch(answer, sent_s) if method in QUICK_ORDERS else answer)
 
     async def _watch(self, answering: Awaitable[T], sent_s: float) -> T:
-        """Wait for the answer to a quick order, and record its time."""
+        """Wait for the answer to an order that the host usually answers at once, and record how
+        long it took.
+        """
         number, session = object(), self.session
         self._answering.note_sent(number, sent_s)
         try:
@@ -336,7 +348,7 @@ class HostSpace:
                 await asyncio.sleep(RETRY_S)
 
     def spawn(self, work: Any) -> None:
-        """Run a coroutine that ends with this session."""
+        """Run a coroutine in the background that is cancelled when the host's session ends."""
         self._tasks.spawn(work)
 
     # The methods below reserve and free space on the host.
@@ -361,16 +373,16 @@ class HostSpace:
         self.ledger.move(ExtentEvent.SEAL, offsets)
 
     def release(self, offsets: Sequence[int]) -> None:
-        """Free ranges that have neither writers nor readers, and wake the puts that wait for
-        space.
+        """Free ranges that, as the caller ensures, have neither writers nor readers, and wake the
+        puts that wait for space.
         """
         if offsets:
             self.untake(offsets)
             self._on_space()
 
     def untake(self, offsets: Sequence[int]) -> None:
-        """Free ranges that were just reserved, without waking waiters: the space was free
-        before.
+        """Give back ranges that were just reserved, without waking the puts that wait for space:
+        what is free now was free before.
         """
         self.ledger.move(ExtentEvent.GIVE_BACK, offsets)
 

@@ -118,7 +118,9 @@ class StoreState:
     # The methods below describe objects in the directory.
 
     def extent_of(self, row: int, offset: int) -> Extent:
-        """Return the range that a replica of ``row`` takes."""
+        """Return the range of a host's memory that the replica at ``offset`` of the object in
+        ``row`` takes.
+        """
         key_bytes = len(self.directory.key(row).encode())
         return Extent(offset, layout.extent_bytes(key_bytes, self.directory.size(row)))
 
@@ -141,11 +143,15 @@ class StoreState:
         return records
 
     def is_version(self, row: int, key: str, version: int) -> bool:
-        """Return True if a row still stands for the same version of the key."""
+        """Return True if a row of the directory still stands for this version of the key, and was
+        not reused since.
+        """
         return self.directory.find(key) == row and self.directory.version(row) == version
 
     def find_copy(self, row: int, host: int) -> int:
-        """Return the offset of the copy in a host's memory; -1 without one."""
+        """Return the offset of the copy of the object in ``row`` in a host's memory; -1 without
+        one.
+        """
         return next((r.offset for r in self.directory.replicas(row) if r.host == host), -1)
 
     @property
@@ -154,7 +160,9 @@ class StoreState:
         return self.directory.num_unreadable > 0 or self.awaited.is_learning
 
     def is_unsure(self, keys: Sequence[str]) -> bool:
-        """Return True if one of these unreadable keys may have an object on an awaited host."""
+        """Return True if one of these keys may have an object on an awaited host (one that has yet
+        to return and list its objects). The caller ensures that none of them has a readable object.
+        """
         if self.awaited.is_learning:
             return True
         directory = self.directory

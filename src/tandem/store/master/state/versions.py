@@ -21,7 +21,8 @@ so a larger one is a corruption. 128 jumps of this size exhaust the versions.
 
 
 class Versions:
-    """The versions of one master: its epoch, and a count within the epoch.
+    """The version numbers that one master gives: its epoch (number among the masters), and a count
+    within the epoch.
 
     Args:
         epoch: above the epoch of every earlier master of this store; raised further if a host has
@@ -45,7 +46,9 @@ class Versions:
 
     @property
     def newest(self) -> int:
-        """The highest version that this master has given or could have found in an inventory."""
+        """The highest version that this master has given or could have found in a host's inventory
+        (list of objects).
+        """
         return self.epoch << layout.VERSION_BITS | self._counter
 
     def has_given(self, version: int, *, since: int) -> bool:
@@ -54,17 +57,18 @@ class Versions:
         return version > since and (in_epoch or any(a < version <= b for a, b in self._outbid))
 
     def order_epoch(self) -> int:
-        """Return the epoch for orders. Raises: PeerLostError after the end of the term."""
+        """Return the epoch (this master's number) that its orders to hosts carry. Raises:
+        PeerLostError after the end of the term.
+        """
         if self._term is not None and not self._term.holds():
             raise PeerLostError("store.order", f"the term of epoch {self.epoch} has ended")
         return self.epoch
 
     def outbid(self, epoch: int) -> None:
-        """Raise the epoch above one that a host has obeyed.
+        """Raise this master's epoch (number) above one that a host has obeyed.
 
-        Raises: ConflictError if ``epoch`` is implausibly far above this master's;
-            PeerLostError if there are elections: the term ends, and a new election chooses the
-            epoch.
+        Raises: ConflictError if ``epoch`` is implausibly far above this master's; PeerLostError if
+            there are elections: the term ends, and a new election chooses the epoch.
         """
         if epoch - self.epoch > MAX_EPOCH_JUMP or epoch >= MAX_EPOCH:
             raise ConflictError(

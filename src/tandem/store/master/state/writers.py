@@ -19,8 +19,8 @@ RETRY_S = 0.25
 
 @dataclass(slots=True, eq=False)
 class _Writer:
-    """A client's right to write to a host: ``base`` is its write address, once the host has
-    answered.
+    """A client's right to write into the memory of a host: ``base`` is its write address, once the
+    host has answered.
     """
 
     base: asyncio.Future[int]
@@ -29,7 +29,7 @@ class _Writer:
 
 
 class Writers:
-    """The writers of one host.
+    """The writers of one host: clients with the right to write into its memory.
 
     Args:
         host: the host's name.
@@ -58,8 +58,8 @@ class Writers:
         return client in self._writers
 
     def end(self) -> None:
-        """Note that the session has ended. The host closes all writers before its next
-        inventory.
+        """Note that the session with the host has ended, and forget its writers (clients that may
+        write). The host revokes their rights itself before it next lists its objects to a master.
         """
         for writer in self._writers.values():
             writer.base.cancel()
@@ -67,7 +67,7 @@ class Writers:
 
     async def open(self, client: str) -> int:
         """Return the address where the segment begins for this client's writes. The host is asked
-        once.
+        once, however often this is called in a session.
 
         Raises: PeerLostError, DeadlineError.
         """
@@ -89,17 +89,21 @@ class Writers:
         return -1 if writer.base.exception() is not None else writer.base.result()
 
     def begin_writing(self, client: str, grant: int, offsets: Sequence[int]) -> None:
-        """Note that an unfinished put of the client may write to these extents."""
+        """Note that an unfinished put of the client, with this grant (number), may write to the
+        extents (ranges) at these offsets.
+        """
         self._writer(client).held[grant] = offsets
 
     def end_writing(self, client: str, grant: int) -> bool:
-        """Note that the client has finished writing a put. Return False if it was fenced before."""
+        """Note that the client has finished writing a put. Return False if its right to write was
+        revoked (``fence``) before.
+        """
         writer = self._writers.get(client)
         return writer is not None and writer.held.pop(grant, None) is not None
 
     def fence(self, client: str) -> None:
-        """Revoke a client's right to write. Its extents are freed once it is proven that it writes
-        no more.
+        """Revoke a client's right to write. The ranges reserved for its puts are freed once it is
+        proven that it can write there no more.
         """
         writer = self._writers.pop(client, None)
         if writer is None:
@@ -118,7 +122,8 @@ class Writers:
         return writer
 
     async def _ask_writer(self, client: str, writer: _Writer) -> None:
-        # Repeat after a timeout: the host may have opened a writer, and closing it needs its base.
+        # Repeat after a timeout: the host may have given the client a write address, and
+        # withdrawing it needs that address.
         while not writer.base.done():
             try:
                 opened = await self._order("open_writer", OpenWriter, Opened, client=client)
