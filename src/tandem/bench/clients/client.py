@@ -27,7 +27,9 @@ _OPEN_TIMEOUT_S = 10.0
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A server and the form of the requests that are sent to it."""
+    """The server under test, and what all requests to it share: endpoint, model, API key, time
+    limit, sampling options and extra fields of the body.
+    """
 
     base_url: str
     """The server's base URL, without ``/v1``."""

@@ -445,7 +445,8 @@ class Dispatcher:
             )
             return live.states.take(Cancel(), now_s)
         if route is None and is_new:
-            # Discard the decision; a new one is made when the request can be placed.
+            # No instance can take the request now. Forget that it was tried, so that the next try
+            # still counts as new, and admission may then reject it.
             live.decision = None
         elif live.choice is None and live.decision.chosen is not None:
             live.choice = Choice(live.decision, now_s)

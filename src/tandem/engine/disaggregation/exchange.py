@@ -120,7 +120,9 @@ class KvExchange:
         states: StateLayout | None = None,
         windows: WindowLayout | None = None,
     ) -> None:
-        """Start the announcer and the reader, and attach them to the engine before its first step.
+        """Start the announcer (answers other instances' questions about prefills here) and the
+        reader (reads blocks from their memory), and attach both to the engine before its first
+        step.
 
         Args:
             engine: the engine; not owned. Its blocks lie in the memory that ``allocate`` made.

@@ -96,8 +96,8 @@ class Admission:
             is_new = request.state is not RequestState.PREEMPTED
             shares[request.client] += 1
             share = shares[request.client] / request.weight
-            # Among clients with equally many running requests, the client whose request arrived
-            # first goes first.
+            # If shares (requests divided by weight) are equal, the request that arrived first goes
+            # first.
             order = request.sequence_id
             keyed.append((request.priority, is_new, share if is_new else 0.0, order, request))
         keyed.sort(key=lambda entry: entry[:4])

@@ -130,7 +130,9 @@ class HostedExperts(RoutedExperts):
         return self._held[0]
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read and pack the weights into host memory."""
+        """Load the weights into host memory, in the number format and layout of the CPU kernels:
+        mapped from the cache of packed experts, or read from the checkpoint and quantized.
+        """
         self.native.load(reader, name)
         self.packed_bytes = self.native.packed_bytes
         self.is_misplaced = self.native.is_misplaced

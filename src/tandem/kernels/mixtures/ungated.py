@@ -41,7 +41,9 @@ class UngatedExperts(RoutedExperts):
         self.settings = settings
 
     def load(self, reader: WeightReader, name: str) -> None:
-        """Read either checkpoint layout: one tensor for all experts, or two for each."""
+        """Read either checkpoint layout: the up projections of all experts in one tensor and the
+        down projections in another, or both tensors for each expert.
+        """
         size, hidden = self.intermediate_size, self.hidden_size
         shapes = (("up_proj", size, hidden), ("down_proj", hidden, size))
         self._matrices: list[tuple[Matrix, ...]] = []

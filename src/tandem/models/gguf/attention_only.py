@@ -218,8 +218,9 @@ def _apertus(facts: Facts) -> Config:
 
 
 def _afmoe(facts: Facts) -> Config:
-    # As in llama.cpp's src/models/afmoe.cpp, embeddings are scaled, and every fourth layer attends
-    # to all tokens and has no RoPE.
+    # As in llama.cpp's src/models/afmoe.cpp, embeddings are scaled, and layers that attend to all
+    # tokens have no RoPE. The file's pattern says which layers these are; without one, every
+    # fourth.
     has_pattern = facts.find("attention.sliding_window_pattern") is not None
     windows = ["full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(4)]
     return {

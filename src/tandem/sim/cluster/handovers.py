@@ -98,8 +98,10 @@ class HandOver:
             self._dropped.add(load.block_id)
 
     def note_running(self, num_tokens: int, end_s: float) -> None:
-        """Start to move the blocks of the first ``num_tokens`` tokens, which will be computed when
-        the current step of the prefilling instance ends at ``end_s``.
+        """Start now to move the blocks of the first ``num_tokens`` tokens, layer by layer while the
+        prefilling instance's current step computes them.
+
+        They arrive after that step's end ``end_s`` at the earliest: the last layer moves only then.
         """
         self._move(num_tokens, end_s)
 

@@ -131,8 +131,8 @@ def fit_overheads(scenario: Scenario, rows: Sequence[TraceRow], live: LoadReport
         missing_tpot_ms = live.tpot_ms.mean - report.tpot_ms.mean
         if is_pair:
             # The latency of a hand-over (of a prompt's KV to the decoding instance) counts once, in
-            # the gap after the first token: so it is the missing time per token times the tokens
-            # after the first.
+            # the gap after the first token: so it is the missing time per token (live minus
+            # simulated) times the tokens after the first.
             tokens = report.total_output_tokens / max(report.completed, 1)
             latency_us = scenario.links.latency_us + 1e3 * missing_tpot_ms * max(tokens - 1, 1)
             links = msgspec.structs.replace(scenario.links, latency_us=max(latency_us, 0.0))
