@@ -105,7 +105,7 @@ class LLM:
         require_serve()
         self._settings = load_config(config, _find_settings(settings), model=model).config
         self._closing = threading.Lock()
-        """Lock that is held while the instances are ended."""
+        """Lock that is held while the model's instances are being ended."""
         self._submitting = threading.Lock()
         """Lock of ``_is_closed`` and ``_pending``: a call either is among the pending ones when the
         model is closed, or finds it closed.

@@ -65,7 +65,9 @@ trace.
 NUM_INSTANCES = 4
 BLOCK = 32
 NUM_BLOCKS = 1500
-"""Blocks of each instance: about half of the slice's, so that no instance can cache all of it."""
+"""KV cache blocks of each instance: about half of what the requests of the trace's slice need, so
+that no instance can cache all of it.
+"""
 OURS, ROUND_ROBIN = "mooncake", "round_robin"
 RIVALS = (ROUND_ROBIN, "load", "prefix", "sglang", "dynamo")
 QUICK_RIVALS = (ROUND_ROBIN,)

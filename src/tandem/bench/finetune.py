@@ -25,8 +25,9 @@ from tandem.bench.rivals.processes import RivalProcess
 __all__ = ["make_cases"]
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
-"""Implementations of transformers' experts; batched_mm copies the weights of each token's
-experts."""
+"""Implementations of transformers' routed experts that are timed as rivals. Its third one,
+batched_mm, is left out: it copies the weights of each token's experts.
+"""
 FORMATS = {"bf16+none": 5e-3, "bf16+bf16": 5e-3, "int8+none": 1e-2, "int8+int8": 1e-2}
 FORMATS |= {"int4+int8": 5e-2, "fp8+bf16": 1e-2}
 """Largest allowed relative difference of the first loss on random weights, by formats of the

@@ -43,7 +43,9 @@ class BenchRecord(msgspec.Struct, kw_only=True):
     others: dict[str, float] = {}
     """Measurements of the rivals that were not the best, by name."""
     limits: dict[str, tuple[float, float]] = {}
-    """Further limits of the machine by name: the measurement, and how many times better ours is."""
+    """Further limits of the machine (such as its memory bandwidth) by name: the measured limit, and
+    by how many times our result is better than that.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class BenchCase:
     max_rounds: int | None = None
     """Most rounds to measure, for an expensive case; None does as many rounds as were asked for."""
     limits: Mapping[str, Callable[[], float]] | None = None
-    """Limits of the machine by name, besides ``ceiling``, that come nearer to the work of the case.
+    """Limits of the machine by name, besides ``ceiling``, that are closer to what the case does;
+    each function measures one.
     """
 
 

@@ -125,7 +125,9 @@ class _Promises:
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[float]] = {}
-        """By instance: number of requests for each objective in seconds."""
+        """For each instance: the number of its decoding requests by their objective for the time
+        between tokens, in seconds.
+        """
 
     def add(self, instance: str, slo: Slo) -> None:
         """Count the time-between-tokens objective of an accepted request at the instance that is to
@@ -162,9 +164,13 @@ class Admission:
     def __init__(self, mode: AdmissionMode = "none") -> None:
         self.mode = mode
         self.ttft = Margin()
-        """The margin on predicted times to first token."""
+        """Margin (factor between predicted and real times that covers most requests) on predicted
+        times to first token.
+        """
         self.tpot = Margin()
-        """The margin on predicted times between tokens."""
+        """Margin (factor between predicted and real times that covers most requests) on predicted
+        times between tokens.
+        """
         self.rejected: dict[str, int] = {}
         """Rejected requests since start, by reason."""
         self._shares = _Shares()

@@ -42,9 +42,11 @@ from tandem.core.wire import GROWTH_BLOCKS, StepRecord
 __all__ = ["Candidate", "Conductor", "Decision"]
 
 MAX_CANDIDATES = 8
-"""Largest number of instances that a decision lists, best first."""
+"""Largest number of instances that a placement decision lists, best first."""
 MAX_EXPECTED = 1 << 18
-"""Number of block keys remembered as expected: blocks that instances were asked to compute."""
+"""Largest number of block keys remembered as expected: KV blocks that instances were asked to
+compute but have not reported yet.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +135,23 @@ class Conductor:
         self.roles = RoleBalance()
         """The balance of roles, which decides if an instance should change its role."""
         self.directory = PrefixDirectory()
-        """Blocks that instances have, as they report."""
+        """Map from the keys of KV blocks to the instances that report having the block."""
         self.group = PrefixDirectory()
-        """Blocks at whose end an instance has the window or a state, for models that need these to
-        reuse a prefix."""
+        """Map from the key of a KV block to the instances that have cached the sliding-window KV or
+        the recurrent state at the block's end; models with such layers need it to reuse a prefix.
+        """
         self.stored = PrefixDirectory()
-        """Blocks that the store has, all recorded as row 0."""
+        """Keys of the KV blocks that the shared store has; the store is recorded as if it were
+        instance 0.
+        """
         self._expected = ExpectedBlocks(MAX_EXPECTED)
-        """Blocks that instances were asked to compute or to read, and will soon have."""
+        """KV blocks that instances were asked to compute or to read from others, and so will soon
+        have.
+        """
         self._expected_group = ExpectedBlocks(MAX_EXPECTED)
-        """The last blocks of prompts that instances were given, at whose ends windows and states
-        will be kept."""
+        """The last KV blocks of prompts that were sent to instances; the instances will cache the
+        sliding-window KV or the recurrent state at the ends of these blocks.
+        """
         self._estimators: dict[int, StepEstimator] = {}
 
     # ---------------------------------------------------------------- events

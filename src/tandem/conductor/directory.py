@@ -20,8 +20,9 @@ from tandem.conductor.fleet import IntColumn, Mask
 __all__ = ["Chain", "ExpectedBlocks", "PrefixDirectory", "cut_to_group", "match_chain"]
 
 MAX_KEYS = 1 << 21
-"""Number of keys remembered, at about 150 bytes each; the least recently recorded are dropped
-first."""
+"""Largest number of block keys in a directory, at about 150 bytes each; the least recently recorded
+are dropped first.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,13 @@ NUM_FEATURES = len(DEFAULT_COSTS)
 FORGETTING = 0.998
 """Factor by which each new step reduces the weight of older ones; about 500 steps count."""
 PRIOR_WEIGHT = 1e-4
-"""Weight of the prior in the least squares, relative to one step."""
+"""Weight of the assumed costs in the least-squares fit of step costs, relative to one measured
+step.
+"""
 HUBER = 2.0
-"""Multiple of the typical error beyond which a step counts less."""
+"""Multiple of the typical prediction error beyond which a measured step counts less in the fit
+(Huber's loss).
+"""
 FORGETTING_FAST = 0.95
 """Factor used instead of ``FORGETTING`` while predictions are biased: the machine's speed changed.
 """
@@ -47,7 +51,9 @@ MIN_ERROR = 0.01
 ERROR_MEMORY = 0.98
 """Weight of the old mean when a step updates the mean error."""
 SOLVE_EVERY = 8
-"""Steps between two least-squares solutions; each of the first steps is followed by one."""
+"""Number of measured steps between two least-squares fits; at the start there is a fit after each
+step.
+"""
 
 
 class StepEstimator:
@@ -60,7 +66,9 @@ class StepEstimator:
 
     def __init__(self, prior: npt.ArrayLike = DEFAULT_COSTS) -> None:
         self.costs = np.array(prior, np.float64)
-        """Seconds by feature; shape [NUM_FEATURES]."""
+        """Learned seconds per unit of each feature of a step (such as a prefilled token); shape
+        [NUM_FEATURES].
+        """
         # Divide each feature's cost by its prior, so that all unknowns of the regression are near 1
         # although the features have different units.
         self._scale = np.maximum(self.costs, np.array(DEFAULT_COSTS) * 1e-3)
@@ -72,7 +80,9 @@ class StepEstimator:
         measured time changes the costs.
         """
         self._bias = 0.0
-        """Mean of ln(predicted / real) over recent steps; each step's part is bounded."""
+        """Mean of ln(predicted / real duration) over recent steps; the contribution of a single
+        step is bounded.
+        """
         self.num_steps = 0
 
     def note_step(self, step: StepRecord) -> bool:

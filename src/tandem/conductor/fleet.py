@@ -42,26 +42,34 @@ class InstanceFacts(NamedTuple):
     max_batch_tokens: int
     """Largest number of tokens of one step."""
     group_depth: int = 0
-    """Number of last blocks of a prefix whose window or state must be cached for reuse; 0: none."""
+    """Number of last blocks of a prefix for which the sliding-window KV or the recurrent state must
+    be cached too, so that the prefix can be reused; 0: the model needs none.
+    """
 
 
 class Load(NamedTuple):
     """The load of an instance: its last report, and the requests sent to it since."""
 
     queued_tokens: int = 0
-    """Number of tokens to be computed before their requests decode."""
+    """Number of tokens (of prompts, and of outputs recomputed) that are to be computed before their
+    requests can decode.
+    """
     queued_context: float = 0.0
     """Sum over the queued tokens of the context length that each attends to."""
     num_decoding: int = 0
-    """Number of requests that decode on the instance, or will."""
+    """Number of requests that decode on the instance now, or will after their prefill."""
     decode_tokens: int = 0
-    """Number of KV tokens of the requests that decode on the instance, or will."""
+    """Number of tokens in the KV cache of the requests that decode on the instance now, or will
+    after their prefill.
+    """
     num_requests: int = 0
     """Number of requests on the instance or on their way to it."""
     used_blocks: int = 0
-    """Number of blocks that the instance's requests need now, or will read."""
+    """Number of KV blocks that the instance's requests use, or will use for KV that they are to
+    read.
+    """
     largest_blocks: int = 0
-    """Number of blocks of the longest decoding request at its full length."""
+    """Number of KV blocks that the longest decoding request will need at its full length."""
 
 
 class Work(NamedTuple):
@@ -70,7 +78,7 @@ class Work(NamedTuple):
     prefill_s: float = 0.0
     """Seconds of the steps that computed prompts."""
     decode_s: float = 0.0
-    """Sum over all steps of duration times number of decodes, in seconds."""
+    """Sum over all steps of (duration in seconds times number of tokens decoded in the step)."""
     num_decodes: int = 0
     """Number of decoded tokens."""
 

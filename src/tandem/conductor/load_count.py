@@ -30,14 +30,16 @@ class _Sent(NamedTuple):
     """The amounts that one sent request adds to an instance's load."""
 
     num_tokens: int
-    """Number of known tokens of the request: its prompt, and output that another instance
-    generated."""
+    """Number of tokens of the request that are known when it is sent: its prompt, and output tokens
+    that another instance generated before.
+    """
     num_queued: int
-    """Number of known tokens of the request that the instance has to compute."""
+    """Number of those known tokens that the instance has to compute, because it has no KV for them.
+    """
     queued_context: float
     """Sum over the queued tokens of the context length that each attends to."""
     full_tokens: int
-    """Largest number of tokens that prompt and output may reach."""
+    """Largest length in tokens that the request's prompt and output may reach together."""
     is_decoded: bool
 
 
@@ -64,8 +66,9 @@ class LoadCount:
 
     def __init__(self) -> None:
         self.listener: LoadListener | None = None
-        """Listener to reports; None until the run is known to serve. No report comes before the
-        first request."""
+        """Listener that is told the instance's reports; None until the instance's process is known
+        to serve. No report comes before the first request is sent.
+        """
         self._told = InstanceLoad()
         self._sent: dict[int, _Sent] = {}
         self._num_numbered = 0

@@ -27,7 +27,9 @@ class Margin:
 
     def __init__(self) -> None:
         self.error = 0.0
-        """Mean relative error of predictions: |predicted - real| / real."""
+        """Mean relative error of predictions so far: |predicted - real| / real, recent ones
+        weighing more.
+        """
         self._log_factor = 0.0
         self._noted_s = 0.0
 

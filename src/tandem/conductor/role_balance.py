@@ -26,16 +26,20 @@ DEFAULT_TTFT_S, DEFAULT_TPOT_S = 10.0, 0.1
 """Objectives while no request has named its own; those at which the Mooncake paper's best ratio was
 found."""
 HIGH = 0.9
-"""Pressure from which a role gets an instance."""
+"""Pressure (load relative to the latency objectives) of the prefill or decode instances from which
+an instance of the other role is moved to them.
+"""
 LOW = 0.6
-"""Highest pressure that the other role may have after it has given up an instance."""
+"""Highest pressure (load relative to the latency objectives) that a role may have after it has
+given up an instance.
+"""
 MAX_BUSY = 0.8
 """Highest share of their time that the remaining prefill instances may be busy after one has
 left."""
 FULL_BLOCKS = 0.9
 """Share of blocks in use that counts as pressure 1, because requests are preempted beyond it."""
 MEMORY_S = 8.0
-"""Time constant in seconds of the mean pressures."""
+"""Time constant in seconds of the exponential means of pressure."""
 PAUSE_S = 30.0
 """Seconds after a change of a role during which no other role changes."""
 SLO_MEMORY = 0.98
@@ -62,13 +66,15 @@ class RoleBalance:
         """Objectives: the mean of those that requests had lately."""
         self._has_ttft = self._has_tpot = False
         self.prefill = self.decode = 0.0
-        """Mean pressure on prefill instances, and on decode instances."""
+        """Mean pressure (load relative to the latency objectives) on prefill instances, and on
+        decode instances.
+        """
         self._decode_after = 0.0
-        """Mean pressure on decode instances if there were one fewer."""
+        """Mean pressure that decode instances would have if there were one fewer of them."""
         self._busy = 0.0
         """Mean share of time that prefill instances spend computing prompts."""
         self._work: dict[str, Work] = {}
-        """Work sums of each instance at the last call of ``look``."""
+        """For each instance: the sums of its computed work when ``look`` was last called."""
         self._roles: dict[str, int] = {}
         self._looked_s: float | None = None
         self._changed_s = -math.inf

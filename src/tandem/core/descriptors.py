@@ -16,7 +16,9 @@ RESERVE_SHARE = 4
 MIN_RESERVE = 16
 MAX_RESERVE = 256
 WANTED = 2**20
-"""Limit of file descriptors that is asked for, far more than any process here needs."""
+"""Limit on open file descriptors that a process requests from the system, far more than any process
+here needs.
+"""
 
 
 def raise_limit() -> None:

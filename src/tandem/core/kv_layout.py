@@ -36,9 +36,9 @@ class LayerSlice(NamedTuple):
     """The place of one layer of one block in a pool (the memory of all blocks)."""
 
     offset: int
-    """Offset from the start of the pool, bytes."""
+    """Byte offset of the layer's KV, from the start of the memory pool that has all blocks."""
     length: int
-    """Length in bytes."""
+    """Length of the layer's KV in bytes."""
 
 
 class BlockLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

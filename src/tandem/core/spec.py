@@ -59,7 +59,9 @@ __all__ = [
 PositiveInt = Annotated[int, Meta(ge=1)]
 
 NO_OUTPUT = 1 << 62
-"""Prompt length that means that a sequence has no output: all its tokens belong to the prompt."""
+"""Value of a prompt length that means that the sequence has no output: all its tokens belong to the
+prompt.
+"""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

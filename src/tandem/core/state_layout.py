@@ -14,7 +14,9 @@ NO_SLOT = -1
 """Slot number that means that a sequence has no state slot."""
 
 STATE_PANEL = 32
-"""Number of value columns of a head that are stored side by side, as the native kernels need it."""
+"""Number of value columns of an attention head that are stored side by side in a recurrent state,
+because the native kernels read such panels.
+"""
 
 ALIGNMENT = 64
 """Alignment in bytes of each part of a state: a cache line."""
@@ -30,9 +32,9 @@ class StateSlice(NamedTuple):
     """The places of the parts of one layer in a recurrent state: offsets in bytes."""
 
     recurrent: int
-    """Offset of the recurrent matrices."""
+    """Byte offset of the layer's recurrent matrices within a sequence's state."""
     carried: int
-    """Offset of the convolution's last inputs."""
+    """Byte offset of the short convolution's last inputs within a sequence's state."""
 
 
 class StateLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

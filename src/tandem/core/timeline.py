@@ -141,7 +141,9 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """``waiting``, ``loading``, ``running``, ``preempted`` or ``finished``."""
     age_s: float
-    """Time of this report, or of the request's end."""
+    """Age of the request, in seconds since its arrival at the instance: at the time of this report,
+    or at its end.
+    """
     prompt_tokens: int
     output_tokens: int
     lookup: StoreLookup | None = None
@@ -200,7 +202,9 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     arrived_at: float
     """Time of arrival in Unix seconds."""
     age_s: float
-    """Time of this report, or of the request's end."""
+    """Age of the request, in seconds since its arrival at the server: at the time of this report,
+    or at its end.
+    """
     tokenized_s: float
     """Time at which its prompts had been converted to token ids."""
     is_ended: bool

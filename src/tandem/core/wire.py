@@ -230,8 +230,9 @@ class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which the store is to evict them late; the number of pins of a client is
     limited."""
     awaits_continuation: bool = False
-    """With ``PrefillKv``: load the blocks, but compute nothing before ``ContinueRequest`` comes or
-    the lease has ended."""
+    """Used with ``PrefillKv``: True if the instance should load the blocks, but compute nothing
+    before ``ContinueRequest`` comes or the lease on the blocks has ended.
+    """
     expected_len: int = 0
     """Number of prompt tokens that the server expects to be cached. They do not count as load while
     the request waits; nothing else depends on it."""
@@ -502,7 +503,7 @@ class PlacedLayers(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     """Kind of the layers in words: the token mixer, then MLP or experts."""
     parts: list[PlacedPart]
-    """Storage of the parts of one of the layers."""
+    """Memory and device of the matrices of one of these layers, which are all alike."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -538,7 +539,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_labels: int = 0
     """Number of labels of a classification model; 0: the model generates tokens."""
     max_model_len_reason: str = ""
-    """Reason for the context length."""
+    """Reason for the context length that the instance serves, in words."""
     adapters: list[AdapterInfo] = []
     """Adapters of ``InstanceSpec.adapters`` that were loaded at the start."""
     adapter_failures: dict[str, str] = {}

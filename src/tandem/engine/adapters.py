@@ -41,7 +41,9 @@ class AdapterTable:
         self._identity = identity
         self._folder = folder
         self._lock = threading.Lock()
-        """Lock of this table; always taken before the engine's lock."""
+        """Lock of this table of an instance's adapters; a thread that needs the engine's lock too
+        takes this one first.
+        """
         engine.on_adapter_unused = self._free
 
     def load_first(

@@ -103,13 +103,13 @@ class _Live:
     stop_ids: frozenset[int]
     """Token ids that end the request: the model's, unless ignored, and the request's."""
     is_started: bool = False
-    """True if the runner has the request's sampling state."""
+    """True if the runner, which executes steps, has been given the request's sampling state."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     pooled: bytes | None = None
     """Result vector of a request for an embedding or scores, as float32 bytes; None until the
     prompt's end has been computed, and for requests that generate."""
     has_reported: bool = False
-    """True if the first output, with the prompt's facts, was sent."""
+    """True if the first output, with the prompt's length and its cached tokens, was sent."""
 
 
 class _HoldFacts(TypedDict, total=False):
@@ -224,7 +224,9 @@ class Engine:
         self._ended_prefills: OrderedDict[str, None] = OrderedDict()
         """Ids of the prefills that ended last, their blocks held or not."""
         self._lost_blocks: frozenset[int] = frozenset()
-        """Blocks whose content the running step could not read."""
+        """Ids of KV blocks whose content the running step could not read, such as latents in a file
+        on a failing disk.
+        """
         self._num_layers_done = 0
         self._observer = observer
         if timelines is None:

@@ -24,11 +24,14 @@ __all__ = ["KvExtents", "KvMemory"]
 logger = logging.getLogger(__name__)
 
 EXTENT_BYTES = 32 << 20
-"""Bytes reserved at a time. The first step that uses an extent waits until it is zeroed."""
+"""Bytes of KV memory that are reserved from the system at a time. The first step that uses such a
+piece waits until it is zeroed.
+"""
 
 KEEP_FREE_BYTES = 256 << 20
-"""Bytes that are left free for other needs: with less, the kernel would kill processes rather than
-refuse memory."""
+"""Bytes of the machine's memory that KV leaves free: with less, the kernel would kill processes
+rather than refuse memory.
+"""
 
 MIB = 1 << 20
 

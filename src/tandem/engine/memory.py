@@ -30,7 +30,7 @@ KEPT_WINDOW_TOKENS = 2048
 on at the ends of messages."""
 
 MAP_BYTES = 8
-"""Bytes that note where a latent of a file is in memory, and its checksum."""
+"""Bytes that record, for each latent in the file, its slot in memory and its checksum."""
 
 DISK_FRACTION = 0.9
 """Fraction of the free space of a disk that a file of latents takes at most by default."""

@@ -109,7 +109,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     states: StatePlan | None
     """Number of state slots; None: the model has no recurrent state."""
     latents: LatentPlan | None = None
-    """None: the latents of all blocks are in memory, if there are any."""
+    """Sizes for keeping latents of sparse attention in a file; None: the latents of all blocks, if
+    the model has any, are in memory.
+    """
     threads_reason: str
     deferral_reason: str
     torch_threads: int

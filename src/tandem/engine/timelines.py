@@ -27,10 +27,12 @@ MAX_EVENTS = 8
 """Largest number of loads and of preemptions listed in one record; further ones are only
 counted."""
 _FINAL = (MissReason.DISABLED, MissReason.NEEDS_LOGITS, MissReason.TOO_LATE)
-"""Reasons of a miss that no lower tier could have changed."""
+"""Reasons for a missed prefix that hold whatever the store or another instance has."""
 
 _DROPPED = "dropped"
-"""Provisional reason of a load that a plan has dropped; ``_name_drop`` finds the actual reason."""
+"""Reason noted at first for a load that the scheduler dropped; ``_name_drop`` replaces it by the
+actual reason.
+"""
 
 
 @dataclass(slots=True)

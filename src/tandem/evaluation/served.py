@@ -24,7 +24,7 @@ from tandem.models.config import ModelConfig
 __all__ = ["ServedModel"]
 
 MAX_RUNNING = 16
-"""Answers that are generated at the same time."""
+"""Largest number of answers that are generated at the same time."""
 BLOCK_SIZE = 64
 SCORED_TOKENS = 256
 """Tokens computed at a time when log-probabilities of the whole vocabulary are needed."""

@@ -68,7 +68,9 @@ FORMAT = "3"
 PEAKS = {"int8": "int8", "int4g32": "int8", "bf16": "bf16"}
 """Weight formats to measure, each with the format whose multiply-adds it uses."""
 FILLER = 0x3F
-"""Byte that fills the banks: as code, fp16 or bf16 scale it is an ordinary number."""
+"""Byte that fills the weights to be timed: as a code, or as part of an fp16 or bf16 scale, it is an
+ordinary number.
+"""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ from tandem.placement.experts.tier import GuessGate
 __all__ = ["ExpertGuess", "Routes"]
 
 MAX_GUESSES = 4
-"""Most experts of a layer that a step moves ahead."""
+"""Largest number of a layer's experts that a step moves into faster memory ahead of their use."""
 
 
 class Routes(Protocol):
@@ -42,7 +42,9 @@ class ExpertGuess:
         self._router = router
         self._gate = GuessGate()
         self._guessed: list[int] = []
-        """Experts without a slot that the running step is expected to choose."""
+        """Experts that were in no fast-memory slot and that the running step is expected to choose
+        in this layer.
+        """
 
     def propose(
         self, before_TD: Tensor, list_missing: Callable[[list[int]], list[int]]

@@ -106,13 +106,17 @@ class _Batch:
     step: LayeredStep | None = None
     routing: StepRouting | None = None
     hidden: Tensor | None = None
-    """Residual stream, [T, D]."""
+    """Residual stream of the step, [T, D] (tokens, hidden size)."""
     num_live: int = 0
     choice: ExpertChoice | None = None
     computed: Tensor | None = None
-    """Expert outputs that the device computed in this layer, [B, K, D]."""
+    """Expert outputs that the device computed in the running layer, [B, K, D] (tokens, chosen
+    experts, hidden size).
+    """
     jobs: "list[Future[None]]" = field(default_factory=list)
-    """Host jobs of the running layer, after the deferred ones of the previous layer."""
+    """Futures of the host's work on the running layer's experts; deferred experts of the previous
+    layer come first.
+    """
     failure: BaseException | None = None
 
 

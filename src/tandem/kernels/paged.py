@@ -80,7 +80,9 @@ class LayerPlace(NamedTuple):
     """The place of a layer's KV in a cache: which group of blocks, and which layer within them."""
 
     group: int
-    """0: the cache's own blocks; 1: those of ``PagedKvCache.windows``."""
+    """Memory that has the layer's KV: 0 for the cache's own blocks, 1 for the blocks of
+    ``PagedKvCache.windows`` (sliding-window layers).
+    """
     layer_idx: int
     """Index of the layer within these blocks."""
 
@@ -395,7 +397,9 @@ class PagedKvCache:
         """
         self.window_layers = tuple(window_layers)
         self.places = _place_layers(layout, windows, self.window_layers)
-        """Place of each layer with KV, by its index among them."""
+        """For each layer with KV, by its index among them: which group of blocks holds it, and its
+        index there.
+        """
         self.latents = latents
         self.native = _view_natively(tensor, layout) if latents is None else latents.pool
         """The blocks as native attention reads them; None if torch attends, or there are no

@@ -34,13 +34,13 @@ MAX_RANK = 1024
 MAX_ALPHA = 1e6
 
 ExpertShapes = dict[str, tuple[int, int, int]]
-"""Shapes (experts, outputs, inputs) of the parameters of a layer's routed experts, in their
-order.
+"""Shapes (experts, outputs, inputs) of the parameters of a layer's routed experts, by parameter
+name in the module's order.
 """
 
 _KEY = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])(?:\.default)?\.weight")
 _INNER = "base_layer"
-"""PEFT's name for a wrapped module."""
+"""Name under which PEFT keeps the module that a LoRA module wraps."""
 _PATTERN = re.compile(r"(\^|\.\*\.)?([\w.]+)")
 """Pattern of the keys in ``rank_pattern`` and ``alpha_pattern`` that are supported: names, or their
 ends.
@@ -83,7 +83,9 @@ _IGNORED = {
     "task_type",
 }
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the model's own weights unchanged."""
+"""Values of PEFT's ``init_lora_weights`` with which training starts from the model's own weights
+unchanged.
+"""
 
 
 @dataclass(frozen=True, slots=True)

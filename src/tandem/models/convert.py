@@ -33,7 +33,7 @@ class ConvertReport:
     weight_format: str
     num_files: int
     num_packed: int
-    """Number of files made by this conversion; the others existed before."""
+    """Number of files that this conversion wrote; further files existed before."""
     size_bytes: int
     """Bytes of all packed files."""
     source_bytes: int

@@ -58,8 +58,8 @@ PLAIN_WORDS = (
     *("embed_tokens", "lm_head", "gate", "router", "shared_expert_gate"),
     *("in_proj_a", "in_proj_b", "in_proj_ba", "a_proj", "b_proj"),
 )
-"""Modules whose matrices are never quantized: rows that are looked up, and scores that choose or
-gate.
+"""Last names of modules whose matrices are never quantized: embeddings, from which rows are looked
+up, and scores that choose or gate.
 """
 ST_NAMES = {
     torch.bfloat16: "BF16",

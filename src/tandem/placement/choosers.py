@@ -12,13 +12,13 @@ __all__ = ["CHUNKS", "MIN_IMMEDIATE", "Choice", "choose_chunk", "choose_deferral
 CHUNKS = (512, 1024, 2048, 4096, 8192, 16384)
 """Chunk sizes, in tokens of a step, from which a plan chooses."""
 NEAR = 0.98
-"""Share of the best rate that a smaller chunk must reach to be preferred, as it delays decodes
-less.
+"""Share of the best prefill rate from which a smaller chunk is preferred, because short steps delay
+decodes less.
 """
 MIN_IMMEDIATE = 2
 """Experts of a token that are never deferred: KTransformers' rule for accuracy."""
 SATURATED = 0.01
-"""Relative difference from the best rate that counts as equal."""
+"""Relative difference from the best rate below which two rates count as equal."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):

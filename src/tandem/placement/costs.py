@@ -138,7 +138,9 @@ class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
 
     parts: Parts
     shared_gpu: float
-    """Seconds of ``parts.gpu`` in shared experts, which overlap with experts on the CPU."""
+    """Part of ``parts.gpu`` spent in shared experts, in seconds; it overlaps with routed experts on
+    the CPU.
+    """
     top_k: int
     """Routed experts of a token; 0: the layer has none."""
 
@@ -171,7 +173,7 @@ class _Machine:
         gpu = spec.accelerator
         self.num = place.accelerators
         self.width = self.num if place.parallel != "pipeline" else 1
-        """Number of GPUs that share a layer."""
+        """Number of GPUs that divide the work of one layer."""
         self.gpu_bandwidth = gpu.bandwidth_gbps * 1e9 * eff.gpu_bandwidth if gpu else 1.0
         self.peer_link = gpu.peer_link_gbps * 1e9 * eff.link if gpu else 1.0
         self.host_link = gpu.host_link_gbps * 1e9 * eff.link if gpu else 1.0

@@ -23,7 +23,9 @@ COLORS = {
     "workspace": "#c9c3b5",
 }
 LANE, MARGIN, LABEL, GAP = 420, 24, 60, 36
-"""Pixels: width of a device's lane, border, width of the layer numbers, gap between lanes."""
+"""Sizes of the picture in pixels: width of a device's lane, border, width of the layer numbers, gap
+between lanes.
+"""
 ROW, BAR = 11, 9
 TOP = 92
 LINE = 17

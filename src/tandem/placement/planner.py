@@ -78,8 +78,8 @@ class ClassPlan(msgspec.Struct, frozen=True, kw_only=True):
     weight_format: str
     size_bytes: int
     ops_per_byte: float
-    """Operations of a decode step per byte of memory, for the wished number of users; the class
-    with the fewest leaves the GPU first.
+    """Operations of a decode step per byte of memory that the class of operators takes, for the
+    wished number of users. If the GPU is too small, the class with the fewest leaves it first.
     """
 
 

@@ -43,11 +43,13 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     name: str | None = None
-    """Regular expression that is searched in the dotted module path."""
+    """Regular expression that is searched in a module's dotted path; None: any path."""
     class_name: str | None = None
-    """Import path or bare name of a class."""
+    """Import path or bare name of a module class that the rule applies to; None: any class."""
     operator: str = DEFAULT
-    """Operator name as written in the file; looked up in a registry when rules are applied."""
+    """Name of the operator that replaces the module, as written in the file; it is looked up when
+    rules are applied.
+    """
     kwargs: dict[str, Any] = {}
     recursive: bool = True
     source: str = ""

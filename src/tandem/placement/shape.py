@@ -37,9 +37,9 @@ class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["gqa", "mla", "state"]
     attention_weights: int
     dense_weights: int = 0
-    """Weights of a dense MLP."""
+    """Number of weights of a dense MLP in the layer; 0 if it has none."""
     shared_weights: int = 0
-    """Weights of shared experts and the router."""
+    """Number of weights of the layer's shared experts and router."""
     expert_weights: int = 0
     """Weights of one routed expert."""
     num_experts: int = 0

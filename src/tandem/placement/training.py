@@ -36,11 +36,13 @@ EXPERT_PRODUCTS = 16 / 6
 computes gate and up again and three gradients of inputs (KTransformers counts 6 and 10 of H x I).
 """
 DENSE_PASSES, CHECKPOINTED_PASSES = 2, 3
-"""Passes over all other matrices, whose weights get no gradient: forward and backward; with
-checkpointing, forward again.
+"""Passes over all matrices except routed experts in a training step. Their weights get no gradient,
+so these are forward and backward; with checkpointing, forward again.
 """
 HANDOVERS = 2
-"""Round trips from GPU to CPU in a layer: one each in the forward and backward pass."""
+"""Round trips from GPU to CPU and back in a layer per training step: one in the forward pass and
+one in the backward pass.
+"""
 TRAINED_BYTES = 16
 """Bytes of a trained weight: value, gradient and two moments, in float32."""
 KEPT_ITEMS = 34 / 2

@@ -125,7 +125,7 @@ class RequestOptions:
     pin_len: int = 0
     """Number of leading prompt tokens that the client asks to be kept in the cache."""
     pin_s: float = 0.0
-    """Seconds for which it asks that."""
+    """Seconds for which the client asks that those tokens be kept in the cache."""
 
 
 def _unix_s() -> int:

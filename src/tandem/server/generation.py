@@ -56,10 +56,11 @@ class Piece(NamedTuple):
     logprobs: Sequence[TokenLogprob]
     finish_reason: str | None
     num_tokens: int
-    """Number of tokens of the generation up to and including this piece."""
+    """Number of generated tokens from the start of the generation to the end of this piece."""
     deltas: Sequence[Delta]
-    """Parts of the text (answer, reasoning, tool calls) that are now certain; without a parser, all
-    text is answer."""
+    """Parts of the text (answer, reasoning, tool calls) that this piece adds and later output
+    cannot change; without a parser, all text is answer.
+    """
 
     @property
     def size_bytes(self) -> int:
@@ -69,7 +70,7 @@ class Piece(NamedTuple):
 
 
 _TOKEN_BYTES, _LOGPROB_BYTES = 8, 64
-"""About what an id, and a token with its log-probability, take in an answer."""
+"""Estimated size in bytes, in an answer, of a token id and of a token with its log-probability."""
 
 
 def _measure_logprobs(entries: Sequence[TokenLogprob]) -> int:
@@ -115,13 +116,18 @@ class Generation:
         """Number of tokens that the engine generated, the stop token included."""
         self.prompt_logprobs: PromptLogprobs | None = None
         self.pooled: bytes | None = None
-        """Vector of the prompt, if one was asked for: float32, little-endian."""
+        """Vector of the prompt if an embedding or a score was asked for: float32, little-endian;
+        None: none.
+        """
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        """Stop string or stop id of the request that ended the text; None if the model's own end
-        did."""
+        """The request's stop string or stop token id that ended the text; None if the model ended
+        it by its own end token, or a limit did.
+        """
         self.stop_token_id: int | None = None
-        """Id of the token that ended the text, the request's or the model's own; None: none did."""
+        """Id of the token that ended the text: a stop id of the request or the model's own end
+        token; None: no token ended it.
+        """
         self._detokenizer = detokenizer
         self._matcher = matcher
         self._parser = parser
@@ -130,7 +136,7 @@ class Generation:
         self._submitting: asyncio.Future[RequestStream] | None = None
         self._stream: RequestStream | None = None
         self._pending_text = ""
-        """Text that the parser has read and that no piece has carried yet."""
+        """Text that the output parser has read and that was not yet sent in a piece."""
         self._pending: list[TokenLogprob] = []
         self._pending_ids: list[int] = []
         self._is_aborted = False

@@ -26,9 +26,10 @@ class ServiceTerms(NamedTuple):
 
     slo: Slo = NO_SLO
     priority: int = 0
-    """Number added to the priority of each request; a lower sum is served first."""
+    """Number added to the priority of each of the client's requests; a lower sum is served first.
+    """
     weight: float = 1.0
-    """Weight of its share, relative to other clients'."""
+    """Weight of the client's share of the server, relative to other clients'."""
 
 
 def parse_terms(words: Sequence[str], field: str) -> ServiceTerms:

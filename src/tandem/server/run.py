@@ -51,7 +51,7 @@ class RunningServer:
         self.url = url
         self.port = port
         self.is_interrupted = False
-        """True if Ctrl-C, and not another signal, began its end."""
+        """True if Ctrl-C, and not another signal, made the server end."""
         self._server = server
         self._context = context
         self._drain: asyncio.Task[None] | None = None

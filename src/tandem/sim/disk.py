@@ -90,11 +90,13 @@ class MemoryDisk:
         self.is_condemned = False
         self.steps = 0
         self.crash_at = -1
-        """Number of the step at which processes crash: no operation returns from then on."""
+        """Number of the disk step at which the simulated processes crash: no operation returns from
+        then on; -1: never.
+        """
         self.files: dict[int, _File] = {}
         self.notes: dict[str, bytes] = {}
         self.quarantined: dict[int, _File] = {}
-        """The bucket that was last quarantined, by number."""
+        """The bucket file that was last quarantined (set aside as damaged), by its number."""
         self.on_step: Callable[[], None] = lambda: None
         self._flying: dict[int, tuple[_File, int, bytes]] = {}
         self._ids = itertools.count()

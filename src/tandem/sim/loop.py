@@ -27,7 +27,9 @@ MAX_S = 1e7
 timer due exactly now would never be considered due.
 """
 MAX_CLEANUPS = 10
-"""Rounds of cancelling tasks at the end of a run, since cancelled tasks may start others."""
+"""Largest number of rounds of cancelling tasks at the end of a run; a cancelled task may start
+others.
+"""
 
 
 class Owner(Protocol):

@@ -77,13 +77,13 @@ class Session:
     """
 
     back: "Session"
-    """The session's other direction."""
+    """The same session seen from the process on the other side."""
 
     def __init__(self, world: NetworkWorld, near: Process, far: Process) -> None:
         self.world, self.near, self.far = world, near, far
         self.is_open = True
         self.lost = asyncio.Event()
-        """Set when the session has ended."""
+        """Event that is set when the session has ended."""
 
     @property
     def name(self) -> str:

@@ -12,7 +12,9 @@ __all__ = ["Handler", "Process"]
 
 T = TypeVar("T")
 Handler = Callable[[Any, Any], Any]
-"""Takes the caller's session and the request; returns the answer or a coroutine of it."""
+"""Function that handles a call: takes the caller's session and the request, and returns the answer
+or a coroutine of it.
+"""
 
 MANY_TASKS = 64
 """Number of tasks above which finished ones are removed from the list."""

@@ -42,7 +42,7 @@ class World:
         self.random = random.Random(seed)
         self.faults = faults
         self.ids = itertools.count()
-        """Unique numbers for processes."""
+        """Counter that gives each process a unique number."""
         self.violations: list[str] = []
         self.network = Process(self, "network")
         """A process that carries messages, which therefore arrive even if their sender dies."""
@@ -52,7 +52,9 @@ class World:
         self.num_answers: collections.Counter[str] = collections.Counter()
         """Number of answers that were sent, by method."""
         self.crash_at: dict[int, Callable[[], None]] = {}
-        """Actions to run after a step, by the step's number."""
+        """Actions, such as a crash, to run after a step of the simulated world, by the step's
+        number.
+        """
         self.cuts: set[frozenset[str]] = set()
         """Pairs of process names whose link is cut."""
         self.clock = LoopClock()

@@ -19,9 +19,11 @@ class Op(IntEnum):
     """The direction of a transfer, seen from this process."""
 
     READ = 0
-    """From the segment into the local buffer."""
+    """Copy from the peer's segment (registered memory) into the local buffer."""
     WRITE = 1
-    """From the local buffer into the segment. It ends when the peer has the bytes."""
+    """Copy from the local buffer into the peer's segment (registered memory). It ends when the peer
+    has the bytes.
+    """
 
 
 class Transfer:

@@ -17,7 +17,9 @@ class RemoteBuffer(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     offset: int
-    """Address at which the buffer begins in the segment. Never reused for another buffer."""
+    """Address at which the buffer begins in the peer's segment (its registered memory as one
+    address range). It is never reused for another buffer.
+    """
     length: int
     location: str
     can_read: bool
@@ -56,7 +58,9 @@ class Buffer:
         location: str,
     ) -> None:
         self.offset = offset
-        """Address at which the buffer begins in this process's segment; to be told to peers."""
+        """Address at which the buffer begins in this process's segment (its registered memory as
+        one address range); peers need it to read or write the buffer.
+        """
         self.length = memory.size_bytes
         self.name = name
         self.location = location

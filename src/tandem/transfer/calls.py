@@ -40,7 +40,7 @@ MAX_CALL_BYTES = 1 << 20
 """Limit in bytes of a request, and of an answer. Larger data is moved by transfers."""
 
 LOOK_GAP_S = 0.01
-"""Seconds between two checks for awaited calls whose deadline has passed."""
+"""Seconds between two searches for awaited calls whose deadline has passed."""
 
 logger = logging.getLogger(__name__)
 

@@ -64,8 +64,8 @@ TRANSFER_METRICS = tuple(
     )
 )
 BOUNDS_S = tuple(1e-6 * 4**k for k in range(14))
-"""Bucket bounds, which are also bounds of native buckets: those are a quarter of an octave wide,
-from a microsecond.
+"""Upper bounds of the histogram's buckets in seconds. Each is also a bound of the native histogram,
+whose buckets are a quarter of an octave wide, from a microsecond.
 """
 
 

@@ -24,7 +24,9 @@ class NicPlan(msgspec.Struct, frozen=True, kw_only=True):
     penalties: dict[str, list[float]]
     """Distance factor of each NIC in the prediction of transfer times, by location of memory."""
     quota_boards: list[str]
-    """Names of the boards on which processes divide the NICs; empty if they are not shared."""
+    """Names of the shared-memory boards on which processes of this host divide the NICs among them;
+    empty if the NICs are not shared.
+    """
 
 
 def load_topology(config: TransferConfig) -> Topology:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["PollingLoop"]
 
 FOREVER_S = 1.0
-"""Limit of a poll in seconds; a poll ends much earlier."""
+"""Longest wait of one poll in seconds; a poll ends as soon as something arrives."""
 
 
 class _PollingSelector(selectors.EpollSelector):

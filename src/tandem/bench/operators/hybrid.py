@@ -63,8 +63,8 @@ class Shape(NamedTuple):
     num_experts: int
     top_k: int
     attention: int
-    """Outputs of the product that stands for attention; it has twice ``hidden * attention``
-    weights.
+    """Outputs of the matrix product that stands for attention in the measured layer; its matrix has
+    twice ``hidden * attention`` weights.
     """
     shared: int = 0
     """Inner size of the shared experts; 0 if there are none."""

@@ -88,7 +88,7 @@ class _Model:
         self.paths = [folder / f"{i}.packed" for i in range(num_layers)]
         chance = torch.Generator().manual_seed(1)
         self.x = torch.randn(num_tokens, num_layers, 1, HIDDEN, generator=chance).bfloat16()
-        """Inputs of each token's layers."""
+        """Random inputs of each layer for each token, bfloat16 [tokens, layers, 1, hidden size]."""
         self.weights = torch.full((1, TOP_K), 1 / TOP_K)
 
     @cached_property
@@ -191,7 +191,9 @@ class _Case:
         self.missed_bytes = 0
         self.hit_rate = 0.0
         self.num_guessed = 0
-        """Experts that a run of the trace read ahead."""
+        """Number of experts that were read from disk ahead of use, by guess, in one run of the
+        trace.
+        """
         self.rates: list[float] = []
         self.times: list[float] = []
 

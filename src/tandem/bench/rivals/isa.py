@@ -16,7 +16,9 @@ GGML_OPTIONS = {
     "avx512_bf16": ("AVX512_BF16", "AVX512_VBMI"),
     "amx": ("AMX_TILE", "AMX_INT8", "AMX_BF16"),
 }
-"""Build options of ggml that each level adds to the levels before it."""
+"""Build options of ggml (llama.cpp's tensor library) that each instruction set adds to those of the
+narrower sets before it.
+"""
 KT_VARIANTS = {
     "avx2": "avx2",
     "avx512_bw": "avx512_base",
@@ -24,7 +26,9 @@ KT_VARIANTS = {
     "avx512_bf16": "avx512_bf16",
     "amx": "amx",
 }
-"""kt-kernel's names of its variants, by our instruction set; its wheel contains all of them."""
+"""Names of kt-kernel's builds for one instruction set, by our name of the instruction set; its
+wheel contains all of them.
+"""
 
 
 def list_ggml_settings() -> dict[str, str]:

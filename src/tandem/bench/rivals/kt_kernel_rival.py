@@ -12,9 +12,13 @@ from rival_loop import answer_calls
 from safetensors.torch import load_file, save_file
 
 CLASSES = {"int8": "AMXInt8_MOE", "int4": "AMXInt4_MOE", "bf16": "AMXBF16_MOE"}
-"""kt-kernel's classes by kind. They are named for AMX; without AMX they use AVX-512 kernels."""
+"""Names of kt-kernel's classes of MoE layers, by weight format. They are named for AMX; on a CPU
+without AMX they use AVX-512 kernels.
+"""
 NARROW_CLASSES = {"bf16": "AVX2BF16_MOE"}
-"""Classes of kt-kernel's AVX2 variant, which has no others."""
+"""Names of the MoE classes in kt-kernel's AVX2 build by weight format; it has a class for bf16
+only.
+"""
 ROWS_STEP = 32
 """kt-kernel's buffers hold a multiple of this many rows."""
 

@@ -16,9 +16,9 @@ PEERS = {
     "llama.cpp": ("llama-cpp-python==0.3.36", "gguf"),
     "ik_llama.cpp": ("ik-llama-cpp-python==0.1.5", "gguf"),
 }
-"""Packages that pip installs for each peer. The fork's source package does not build and its wheel
-is for AVX2: if ``IK_LLAMA_CPP_LIB_PATH`` is set, a ``libllama.so`` built for this machine is taken
-from there.
+"""Packages that pip installs for each peer. ik_llama.cpp, a fork of llama.cpp, does not build from
+its source package, and its wheel is for AVX2: if ``IK_LLAMA_CPP_LIB_PATH`` is set, a
+``libllama.so`` built for this machine is taken from there.
 """
 LONG_S = 3600.0
 """Timeout in seconds for writing a model or computing a long history."""

@@ -30,11 +30,14 @@ __all__ = ["MANY_EXPERTS", "make_cases"]
 
 MANY_EXPERTS = Path("~/.cache/tandem/bench/many-experts/model")
 HELD_OUT = ("ast.py", "locale.py", "venv/__init__.py", "unittest/loader.py")
-"""Modules of the standard library that the training recipe holds out, by a hash of their names."""
+"""Modules of the standard library that the recipe of the training run keeps out of the training
+data, chosen by a hash of their names; their texts are scored here.
+"""
 WINDOW, PROMPT = 256, 64
 MAX_DIVERGENCE = 0.05
-"""Largest allowed divergence in nats per token, with as many immediate experts as ``auto`` keeps,
-of a model with eight experts per token from itself without deferral.
+"""Largest allowed Kullback-Leibler divergence of a model with deferred experts (added one layer
+later) from the same model without, in nats per token. It holds for eight experts per token, of
+which as many are immediate as the setting ``auto`` keeps.
 """
 MAX_WINDOWS, QUICK_WINDOWS = 96, 4
 BLOCK_SIZE = 64

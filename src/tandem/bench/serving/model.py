@@ -70,16 +70,17 @@ LINEAR_FORMATS = {
     "glm4_moe_lite": {"int8g128": "int8g128", "int4g32sym": "int4g32sym"},
     "gemma4_text": {"int8g64": "int8g64", "int4g32sym": "int4g32sym"},
 }
-"""By model: the cases' formats of experts, with the format of the other matrices in each. The dense
-layer of V2-Lite has 10,944 columns and Gemma 4's experts have 704, which are not multiples of 128.
-Most weights of a V2-Lite step are not routed experts: all of them have four bits and one scale per
-group, as in the peers' files, and so have those of the last two models.
+"""For each model: the weight formats of routed experts that are measured, with the format that all
+other matrices have then. The dense layer of V2-Lite has 10,944 columns and Gemma 4's experts have
+704, which are not multiples of 128. Most weights of a V2-Lite step are not routed experts: all of
+them have four bits and one scale per group, as in the peers' files, and so have those of the last
+two models.
 """
 HEAD_RULES = """\
 - match: {name: "^lm_head$"}
   replace: {class: LmHead, kwargs: {format: int8g128}}
 """
-"""Rules that give the head eight bits, as the peers' files do."""
+"""Placement rule that stores the LM head in eight bits, as the peers' model files do."""
 LARGEST_ERROR = {
     **dict.fromkeys(("int8g128", "int8g64"), 0.08),
     "int4g32": 0.35,
@@ -143,7 +144,9 @@ LLAMA_TYPES = {
 }
 DECODE_CONTEXT = 128
 SPARE = 64
-"""Tokens of context per sequence reserved for what a measurement decodes."""
+"""Tokens of context that each sequence has room for beyond its prompt: those that a measurement
+decodes.
+"""
 PREFILLS, BATCHES = (128, 512, 2048), (1, 4, 16)
 TURN = (32_000, 256)
 """Tokens of a chat's history, and of the next message."""

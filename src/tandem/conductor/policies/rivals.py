@@ -34,7 +34,9 @@ class SglangCacheAware:
     def __init__(self) -> None:
         self._tree = PrefixDirectory(MAX_TREE_KEYS)
         self._sizes: dict[int, int] = {}
-        """Number of tokens inserted into each row's tree."""
+        """Number of tokens inserted so far into the prefix tree of each instance (by its row in the
+        fleet).
+        """
 
     def choose_prefill(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts

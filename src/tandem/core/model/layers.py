@@ -204,7 +204,8 @@ class GqaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     has_sinks: bool = False
     """True if each head has an attention sink: a logit in the softmax's sum that adds no value."""
     position_scale: PositionScale | None = None
-    """Factor on queries by position, after their rotation; None: none."""
+    """Factor on queries that depends on the token's position, applied after RoPE; None: no factor.
+    """
     has_out_gate: bool = False
     """True if the query projection gives twice as many outputs, the second half of which are gates:
     their sigmoid multiplies each head's output."""
@@ -308,7 +309,8 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="
     rope_idx: NonNegativeInt = 0
     """Index of the layer's RoPE among those of the model."""
     position_scale: PositionScale | None = None
-    """Factor on queries by position, after their rotation; None: none."""
+    """Factor on queries that depends on the token's position, applied after RoPE; None: no factor.
+    """
     top: NonNegativeInt = 0
     """Number of tokens that a token attends to, chosen by an index among itself and earlier tokens;
     all of them if there are fewer. 0: always all."""
@@ -443,7 +445,7 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=
     out_features: PositiveInt
     has_bias: bool = False
     is_tied: bool = False
-    """True if its weight is the embedding's."""
+    """True if the head's weight matrix is the embedding table (tied weights)."""
     soft_cap: float = 0.0
     """Soft cap of logits: cap * tanh(logit / cap); 0: none."""
     scale: float = 1.0
@@ -538,8 +540,9 @@ class MoeBlockSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     """Name of a projection to one score, whose sigmoid multiplies the shared experts' output;
     empty: none."""
     is_pair: bool = False
-    """True if the block returns the router's weights beside its output, as gpt-oss's layers
-    expect."""
+    """True if the module returns a pair, its output and the router's weights, as the layers of
+    gpt-oss expect.
+    """
 
 
 class DecoderLayerSpec(
@@ -553,7 +556,7 @@ class DecoderLayerSpec(
     """Names of four norms: before and after attention, before and after the MLP; empty: no such
     norm."""
     mixer_name: str = "self_attn"
-    """Name of the token mixer."""
+    """Name of the layer's attribute that holds the token mixer (attention or a recurrence)."""
     mlp_name: str = "mlp"
     scale_name: str = ""
     """Name of a scalar factor on the layer's output; empty: none."""

@@ -108,9 +108,13 @@ class KimiDeltaSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     conv_width: PositiveInt
     """Width of the short convolution: number of inputs per output."""
     decay_waist: PositiveInt
-    """Size between the two projections that give the decays."""
+    """Output size of the first, and input size of the second, of the two projections that compute
+    the decays.
+    """
     gate_waist: PositiveInt
-    """Size between the two projections that give the output gate."""
+    """Output size of the first, and input size of the second, of the two projections that compute
+    the output gate.
+    """
     norm_eps: float
 
     @property

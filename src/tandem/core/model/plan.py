@@ -42,7 +42,9 @@ NO_FORMAT = "none"
 """Name of the format of tensors that are stored in the model's dtype."""
 
 WHOLE_PROMPT = 1 << 60
-"""Piece length that means that a prompt is not cut; longer than any prompt."""
+"""Value of a piece length that means that a prompt is computed at once, not in pieces; longer than
+any prompt.
+"""
 
 MatrixRole = Literal[
     "embedding",
@@ -85,8 +87,10 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the module that holds it, after the rules have replaced modules."""
     role: MatrixRole
     shape: tuple[int, ...]
-    """[N, K], with matrices stacked that one product computes together; [E, 3 F, D] for experts;
-    [H, N, K] if each head has a matrix."""
+    """Shape of the weight: [N, K] for N outputs and K inputs, with matrices that one product
+    computes together stacked along N; [E, 3 F, D] for E experts; [H, N, K] if each attention head
+    has a matrix.
+    """
     weight_format: str
     device: str
     """Device that stores it and computes with it."""
@@ -121,7 +125,9 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlp: MlpSpec | MoeSpec | None
     """MLP or experts; None if the layer is only a token mixer."""
     matrices: tuple[MatrixPlan, ...] = ()
-    """All matrices of the layer; empty in a ``kind``."""
+    """All matrices of the layer; empty where the spec stands for a kind of layer, not for one
+    layer.
+    """
     adapters: tuple[AdapterPlace, ...] = ()
 
     @property
@@ -154,7 +160,9 @@ class ModulePlan(msgspec.Struct, frozen=True, kw_only=True):
     """True if matrices that are quantized in the checkpoint keep their codes, each in its own
     format."""
     owner: str = ""
-    """Path of the parent module whose operator took its weights; empty: none."""
+    """Path of the parent module whose operator has taken over this module's weights; empty: none
+    has.
+    """
     note: str = ""
     """Remark for users, such as a missing device or the reason why a layer is not fused."""
     problem: str = ""
@@ -176,9 +184,11 @@ class ExpertTierPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: PositiveInt
     """Number of layers with routed experts."""
     num_staged: PositiveInt
-    """Number of places, for all layers together, for experts that are used once and not kept."""
+    """Number of places in memory, shared by all layers, for experts that are read from disk for one
+    use and not kept.
+    """
     slot_bytes: PositiveInt
-    """Bytes of a place for one expert."""
+    """Bytes of memory for one expert of one layer."""
     policy: str
     """Name of the cache policy that assigns slots to experts."""
     depth: PositiveInt
@@ -205,12 +215,14 @@ class OwnModules(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     """Reason why our operators do not run it."""
     piece: PositiveInt
-    """Number of tokens that a prefill computes at a time, counted from token 0; ``WHOLE_PROMPT``:
-    all."""
+    """Number of tokens that one forward pass of a prefill computes, so that passes begin at
+    multiples of it; ``WHOLE_PROMPT``: the whole prompt at once.
+    """
     token_bytes: NonNegativeInt
-    """Bytes that each token adds to a cache object."""
+    """Bytes that each token adds to transformers' cache object of a sequence."""
     fixed_bytes: NonNegativeInt
-    """Bytes of a cache object that do not depend on the number of tokens."""
+    """Bytes of transformers' cache object of a sequence that do not depend on the number of tokens.
+    """
     has_our_experts: bool = False
     """True if routed experts run by our operators, in layers whose experts these can compute."""
 
@@ -248,14 +260,17 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     linear: FormatChoice
     """Format of attention's projections, dense MLPs and the head."""
     router: FormatChoice
-    """Format of the routers' matrices; one without loss."""
+    """Weight format of the routers' matrices (scores of experts); always one without loss."""
     expert_parts: PositiveInt
-    """Number of parts of the packed experts, each copied to the memory of one NUMA node; 1: not
-    copied."""
+    """Number of parts into which packed experts are split, one for the memory of each NUMA node; 1:
+    they are not split.
+    """
     expert_device: str = "cpu"
     """Device of the routed experts, which may be the host even if the model's device is a GPU."""
     packed_cache: str
-    """Location of the file of packed experts: a folder, ``off`` or ``auto``."""
+    """Location of the cache file of packed experts: a folder, ``off``, or ``auto`` (the user's
+    cache folder, if the weights are large).
+    """
     tier: ExpertTierPlan | None = None
     """Cache of the routed experts, if they lie on disk; None: all are in memory."""
     own: OwnModules | None = None

@@ -182,8 +182,9 @@ class ClusterClient:
     ) -> None:
         self._begins_asleep = is_asleep
         self.gate: Callable[[], AbstractAsyncContextManager[None]] | None = None
-        """Context that each request enters before it is submitted; None: requests are submitted
-        directly.
+        """Function that makes the context manager which each request enters before it is sent to an
+        instance, such as one that waits for a sleeping model to wake; None: requests are sent at
+        once.
         """
         self._prefix = prefix
         self._on_stage = on_stage
@@ -212,7 +213,7 @@ class ClusterClient:
         """Number of role changes that the conductor asked for."""
         self._entered: list[ClusterMember] = []
         self._dropping: dict[ClusterMember, asyncio.Task[None]] = {}
-        """Instances that are leaving the cluster, with the task of each."""
+        """Instances that are leaving the cluster, each with the task that ends it."""
         self._was_ready = False
         self._last_info: InstanceInfo | None = None
 

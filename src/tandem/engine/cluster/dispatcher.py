@@ -142,19 +142,24 @@ class _Live:
     begin_s: float
     accepted: "asyncio.Future[None]"
     state: State | None = None
-    """The state that was last written to the log."""
+    """State of the request that was last written to the log."""
     legs: list[LegRecord] = field(default_factory=list[LegRecord])
     tasks: dict[str, "asyncio.Task[None]"] = field(default_factory=dict[str, "asyncio.Task[None]"])
-    """Calls in progress that submit the request to an instance, by leg id."""
+    """Calls in progress that submit the request to an instance, by id of the leg (the request at
+    one instance).
+    """
     counts: dict[str, tuple[LoadCount, int]] = field(
         default_factory=dict[str, tuple[LoadCount, int]]
     )
-    """By leg id: the load count to which the request was added when it was sent, and its number
-    there."""
+    """By id of the leg (the request at one instance): the load count of that instance, and the
+    number of the request in it.
+    """
     question: Question | None = None
-    """Question to the conductor, made for the first decision and reused for later ones."""
+    """Question to the conductor (which instances should serve the request?), made for the first
+    decision and reused for later ones.
+    """
     decision: Decision | None = None
-    """Latest decision of the conductor."""
+    """Latest decision of the conductor: the instances that it chose for the request."""
     choice: "Choice | None" = None
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf

@@ -59,10 +59,14 @@ class ClusterMember:
         self._role: InstanceRole = spec.role
         self._name = spec.name
         self.spec = spec
-        """Settings with which the instance was first started; its role may have changed since."""
+        """Settings with which the instance was first started. Its role (prefill, decode) may have
+        changed since.
+        """
         self._was_ready = False
         self._links: dict[str, InstanceRef] = {}
-        """Runs of other instances that this run has opened for reading, by name."""
+        """Other instances that this instance has connected to, to read their KV blocks, by name;
+        each entry names one run of a process.
+        """
         self.refusals: dict[str, str] = {}
         """For each instance whose KV blocks cannot be read, the reason, by instance name."""
         self._linking: dict[str, asyncio.Task[None]] = {}

@@ -197,7 +197,7 @@ class _Happened:
     error: TandemError | None = None
     reason: str = ""
     source: InstanceRef | None = None
-    """The instance that the output comes from."""
+    """Instance from which the output comes."""
     actions: list[Action] = field(default_factory=list["Action"])
 
 
@@ -223,7 +223,9 @@ class RequestStates:
         self._now_s = now_s
         self._num_legs = 0
         self._prefill: Leg | None = None
-        """The leg that runs the prefill; after the prefill's end, the leg whose blocks are held."""
+        """The request at the instance that computes its prompt; after the prompt's end, at the
+        instance that holds its KV blocks under a lease.
+        """
         self._decode: Leg | None = None
         self._last_prefill: InstanceRef | None = None
         self._handle: KvHandle | None = None

@@ -208,8 +208,8 @@ ENDS: Mapping[Event, Held] = MappingProxyType({
     Event.DECODE_LOST: Held.DECODE,
     Event.LEASE_ENDED: Held.HOLD,
 })  # fmt: skip
-"""Resources that an event ends by itself, without an effect. ``PREFILLED`` ends the prefill and
-begins a hold.
+"""Resources (a running request, held blocks) that an event ends by itself, so that no effect need
+end them. ``PREFILLED`` ends the prefill and begins a hold on its blocks.
 """
 
 _RETRY = (Effect.COUNT, Effect.PLACE)

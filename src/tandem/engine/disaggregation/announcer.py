@@ -41,8 +41,10 @@ from tandem.engine.scheduling.request import Request
 __all__ = ["PrefillAnnouncer"]
 
 MAX_WAITING = 4096
-"""Largest number of waiting questions. For one more, the oldest is answered with ConflictError, so
-the instance that asked stops reading and computes those blocks itself."""
+"""Largest number of questions about prefills that wait for an answer. For one more, the oldest is
+answered with ConflictError, so the instance that asked stops reading and computes those blocks
+itself.
+"""
 
 
 @dataclass(slots=True)

@@ -41,9 +41,11 @@ MAX_BATCH_BLOCKS = 256
 READ_DEADLINE_S = 10.0
 """Time limit of one read, seconds."""
 ASK_AGAIN_S = 2.0
-"""Seconds after which an unanswered question is asked again."""
+"""Seconds after which a question to the prefill instance is asked again if no answer came."""
 CALL_DEADLINE_S = 5.0
-"""Time limit in seconds of a question that the prefill instance answers at once."""
+"""Time limit in seconds of a question that the prefill instance answers at once, without waiting
+for its prefill.
+"""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,9 @@ class ReadTarget:
     """The memory of this instance that blocks are read into, and the port that reads them."""
 
     port: PeerPort
-    """Port that writes into ``memory``."""
+    """Port, this instance's side of reads from other instances, which writes what it reads into
+    ``memory``.
+    """
     memory: npt.NDArray[np.uint8]
     """Bytes of all blocks of this instance, one after the other."""
     own: KvPeer

@@ -20,9 +20,9 @@ class ByteRange(NamedTuple):
     """A range of bytes to copy from a source's block to a target's block."""
 
     source: int
-    """Offset in the source's block."""
+    """Byte offset of the range in the block that is read (the peer's)."""
     target: int
-    """Offset in the target's block."""
+    """Byte offset of the range in the block that is written (ours)."""
     length: int
 
 

@@ -35,7 +35,7 @@ class _Reading:
     missing: dict[int, BlockLoad]
     """Loads that have not arrived, by block id."""
     reason: str = "dropped"
-    """Reason reported for blocks that do not arrive."""
+    """Reason that is reported for the blocks which will not arrive."""
 
 
 class PeerReader:
@@ -58,7 +58,9 @@ class PeerReader:
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._peers = KvPeers(target.port, target.own)
         self._tasks: dict[int, tuple[Request, asyncio.Task[None]]] = {}
-        """By block id: the request, and the task of the hand-over that may write into the block."""
+        """By id of a KV block: the request, and the task of the hand-over (reading KV from a
+        prefill instance) that may write into the block.
+        """
         self._is_closing = False
 
     @property

@@ -46,8 +46,9 @@ class StatePolicy(NamedTuple):
     num_slots: int
     """Number of slots for running requests and snapshots together."""
     every: int = 0
-    """A prefill saves a snapshot at every multiple of this number of tokens; 0: only at ends and
-    where prompts diverge."""
+    """Distance in tokens between snapshots (copies of the recurrent state) that a prefill saves on
+    its way; 0: it saves them only at ends of messages and prompts, and where prompts diverge.
+    """
     min_gain: int = MIN_GAIN
     at_blocks: bool = False
     """If True, a snapshot for a message's end or for diverging prompts is saved at the end of the

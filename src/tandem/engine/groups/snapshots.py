@@ -51,15 +51,18 @@ class Snapshot:
     """
 
     parent_key: bytes
-    """Key of the last full block before the snapshot, or of the root."""
+    """Key of the last full KV block before the snapshot, or the root's key if there is none."""
     tail: bytes
-    """The tokens after that block, packed; fewer than a block has."""
+    """The tokens between that block and the snapshot, packed as bytes; fewer than a block has."""
     position: int
     slot: int
     shorter: "Snapshot | None" = None
-    """The next shorter snapshot of the chain when this one was taken."""
+    """The longest shorter snapshot of the same tokens, as the table had it when this one was taken.
+    """
     level: int = 0
-    """Age level of the table when the snapshot was made or last used."""
+    """Age level of the table when the snapshot was made or last used. The table raises its level
+    with each eviction, so a snapshot that is unused for long falls behind.
+    """
     num_pins: int = 0
     is_kept: bool = True
 

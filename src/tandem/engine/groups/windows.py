@@ -91,13 +91,17 @@ class WindowReuse:
         self._index = index
         self._by_block: dict[int, PrefixNode] = {}
         self._passed: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Nodes with unreferenced window blocks that requests left behind; these are evicted
-        first."""
+        """Blocks of the prefix index that keep window KV which no request uses and which running
+        requests have moved past; this window KV is evicted first.
+        """
         self._kept: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Nodes with unreferenced window blocks from which a later prompt may go on; evicted after
-        those."""
+        """Blocks of the prefix index that keep unused window KV from which a later prompt may go
+        on; it is evicted after that in ``_passed``.
+        """
         self._num_pinned = 0
-        """Number of references by copies in plans in flight, by loads and by holds."""
+        """Number of references to window blocks by block copies of steps that have not completed,
+        by loads, and by blocks held for other instances.
+        """
         self._filled: list[KeyedBlock] = []
         index.on_unlinked = self._forget
 

@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 TAG_BYTES = 4
 Connect = Callable[[str, InstanceSpec], SessionClient]
-"""Function that makes the control channel to the instance at an endpoint, without connecting it."""
+"""Function that makes the control channel to an instance, given its endpoint and its settings, but
+does not connect it yet.
+"""
 
 
 class RosterSource(Protocol):

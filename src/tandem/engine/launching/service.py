@@ -37,8 +37,9 @@ __all__ = ["LauncherService", "OwnedCluster", "OwnedLauncher", "make_prefix"]
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 0.3
-"""Seconds to wait after a drain begins, for requests that servers sent before they learned of
-it."""
+"""Seconds to wait after an instance stops accepting requests (a drain), for requests that servers
+sent before they learned of it.
+"""
 
 
 class OwnedLauncher(Launcher, Protocol):
@@ -47,7 +48,7 @@ class OwnedLauncher(Launcher, Protocol):
     """
 
     endpoint: str
-    """Endpoint of the latest process; empty before the first start."""
+    """Endpoint of the instance's latest process; empty before the first start."""
     num_started: int
 
 

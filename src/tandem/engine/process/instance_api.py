@@ -135,7 +135,9 @@ class _Arrivals:
 
     num_received: int = 0
     pending: set[int] = field(default_factory=set[int])
-    """Numbers of requests that have arrived and were neither added nor refused yet."""
+    """Numbers of the server's requests that have arrived and were neither added to the engine nor
+    refused yet.
+    """
     told: InstanceLoad | None = None
     """Load last reported to the server, without version number."""
 
@@ -195,7 +197,8 @@ class InstanceApi:
         self._arrivals: dict[ServerPeer, _Arrivals] = {}
         self._num_loads = 0
         self._next_load_s = -math.inf
-        """Time before which step outputs carry no new load report, monotonic seconds."""
+        """Time before which outputs of steps are sent without a new load report, monotonic seconds.
+        """
         self._handlers: dict[str, Callable[[ServerPeer, Any], Any]] = {
             ADD.name: self.add,
             CONTINUE.name: self.continue_request,

@@ -39,7 +39,9 @@ class _Keys:
         self._is_remembered = is_remembered
         self._held: set[int] = set()
         self._changes: dict[Hashable, dict[int, bool]] = {}
-        """By reader: for each changed key, True if it is now in the set."""
+        """For each reader (a connected server): the keys that changed since it was last told; True
+        if the key is now in the set.
+        """
 
     def open(self, reader: Hashable) -> None:
         """Begin to collect, for a reader (one connected server), the keys added and removed."""
@@ -91,16 +93,20 @@ class BlockInventory:
         self._lock = threading.Lock()
         self._blocks = _Keys()
         self._group = _Keys()
-        """Keys of blocks at whose end a window or a state is cached; see ``BlockChanges``."""
+        """Keys of KV blocks at whose end the sliding-window KV or the recurrent state is cached, so
+        that the prefix up to there can be reused.
+        """
         self._in_store = _Keys(is_remembered=False)
-        """Keys of blocks in the store, as far as this instance has stored them or looked them
-        up."""
+        """Keys of KV blocks that are in the store, as far as this instance knows by storing them or
+        looking them up.
+        """
         self._readers: set[Hashable] = set()
         self._resets: set[Hashable] = set()
-        """Readers that must be told to forget all keys."""
+        """Readers (connected servers) that must be told to forget all keys they were told."""
         self._num_states: Counter[int] = Counter()
-        """Number of snapshots after each block; several may follow one block, with different
-        tokens."""
+        """Number of snapshots (saved recurrent states) after each KV block; several may follow one
+        block, after different further tokens.
+        """
 
     def open(self, reader: Hashable) -> None:
         """Begin to collect changes for a reader (one connected server); the first changes are all

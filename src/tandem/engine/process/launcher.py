@@ -91,7 +91,7 @@ class ProcessLauncher:
     def __init__(self, endpoint: str = "") -> None:
         self._fixed_endpoint = endpoint
         self.endpoint = endpoint
-        """Endpoint of the latest process."""
+        """Endpoint of the latest process that was started."""
         self._folder: Path | None = None
         self.num_started = 0
         self._prepared: asyncio.subprocess.Process | None = None

@@ -62,9 +62,11 @@ class StoreChild:
         self.num_restarts = 0
         self._serves = False
         self._loss = ""
-        """Reason why the last process ended."""
+        """Reason why the last store process ended; empty if none has."""
         self._fill = StoreStatus(stage="starting")
-        """Last report of the master on its space; a restarted store keeps its objects."""
+        """Last report of the store's master on its space; it stays valid over a restart, which
+        keeps the objects.
+        """
         self.store = store
         """Store settings for clients; complete after entering."""
 

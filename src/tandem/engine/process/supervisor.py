@@ -67,21 +67,25 @@ class InstanceSupervisor:
         self._child: InstanceChild | None = None
         self._supervision: asyncio.Task[None] | None = None
         self._was_ready = False
-        """True if the present process has served."""
+        """True if the present process of the instance has served requests."""
         self._settled = asyncio.Event()
-        """Set when the instance has served once, or was given up."""
+        """Event, set when the instance has served once, or was given up because its first starts
+        failed.
+        """
         self._restarting = asyncio.Event()
-        """Set to end the present process and start another."""
+        """Event that asks the supervising task to end the present process and start another."""
         self._back = asyncio.Event()
-        """Set when the process after a restart serves."""
+        """Event, set when the process that a restart began serves."""
         self._awake = asyncio.Event()
-        """Cleared while no process may run."""
+        """Event, set while the instance may have a process, and cleared while it should sleep."""
         self._asleep = asyncio.Event()
-        """Set while the instance sleeps without a process."""
+        """Event, set while the instance sleeps and has no process."""
         if not is_asleep:
             self._awake.set()
         self._kept: KeptWeights | None = None
-        """Mappings of a sleeping instance's weights; None if it is awake or was evicted."""
+        """Memory maps of a sleeping instance's packed weights, which keep the weights in the page
+        cache; None if it is awake or the weights were given up.
+        """
         self.num_restarts = 0
 
     async def __aenter__(self) -> Self:

@@ -39,7 +39,9 @@ class BlockHolds:
         self._states = states
         self._holds: dict[str, tuple[Request, float]] = {}
         self.num_pinned = 0
-        """Number of block references that holds own; preemption cannot free these blocks."""
+        """Number of block references held for other instances that will read the blocks (prefills
+        under a lease); preemption of running requests cannot free these blocks.
+        """
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._holds

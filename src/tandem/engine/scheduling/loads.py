@@ -42,8 +42,9 @@ class LoadDecision(NamedTuple):
     num_blocks: int
     """Number of blocks to load, from the first key on; with 0, the request computes all of them."""
     wait_s: float = 0.0
-    """Seconds for which the request is not admitted, so that the load can complete. With 0, the
-    load has only the time that the request spends in the queue anyway: admission ends it.
+    """Seconds for which the request is kept in the queue so that the load can complete. With 0, the
+    load has only the time that the request spends in the queue anyway, and it is cut off when the
+    request is admitted.
     """
 
 
@@ -85,20 +86,25 @@ class _Load:
     """The load of KV blocks for one request, from the store or from a prefill instance."""
 
     node: PrefixNode
-    """Node of the last block of ``path``, or the root."""
+    """Node of the prefix index for the last block of ``path``, or its root if ``path`` is empty."""
     path: list[int]
-    """Ids of the blocks from the start of the prompt that are in the index; the load owns one
-    reference to each."""
+    """Ids of the blocks from the start of the prompt that the prefix index has; the load owns one
+    reference to each, so that they are not evicted.
+    """
     first: int
     """Index in the prompt of the first block that is loaded."""
     pending: list[BlockLoad]
-    """Blocks that are not in the index yet, in order of the prompt; states and window blocks
-    follow.
+    """Blocks that the load has not put into the prefix index yet, in the order of the prompt; the
+    recurrent state and the window blocks follow them.
     """
     done: set[int] = field(default_factory=set[int])
-    """Ids of the blocks in ``pending`` that have arrived, while one before them has not."""
+    """Ids of the blocks in ``pending`` that have arrived before an earlier block of the prompt has;
+    they enter the index after it.
+    """
     tail: PrefixNode | None = None
-    """Node of the prompt's partial last block, once it has been loaded."""
+    """Node of the prefix index for the prompt's partial last block, once that block has been
+    loaded.
+    """
 
 
 class BlockLoads:

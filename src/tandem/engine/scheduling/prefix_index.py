@@ -91,7 +91,9 @@ class PrefixMatch:
     """
 
     nodes: list[PrefixNode]
-    """Full blocks from the start of the prompt, which a request can share without copying."""
+    """Nodes of the matched full blocks from the start of the prompt, which a request can share
+    without copying.
+    """
     num_tokens: int
     """Number of matched tokens, including those to be copied."""
     source: PrefixNode | None = None

@@ -50,7 +50,9 @@ class QueueNotes:
     """Data about a request that admission and planning of steps write."""
 
     max_total_tokens: int = 0
-    """Largest number of prompt and output tokens, by ``max_tokens`` and the context length."""
+    """Largest number of tokens that prompt and output may have together, by ``max_tokens`` and the
+    context length.
+    """
     num_deferrals: int = 0
     """Number of steps in which it was not admitted because another request computes a prefix that
     both share."""
@@ -58,16 +60,22 @@ class QueueNotes:
     """Number of requests of the same client and priority that arrived later and were admitted
     earlier."""
     is_prefilling: bool = False
-    """True from admission until all known tokens have been computed."""
+    """True from admission until the KV of all known tokens (the prompt, and output from before a
+    preemption) has been computed.
+    """
     is_cancelled: bool = False
-    """True if it was cancelled while in a plan in flight; it ends when that step completes."""
+    """True if the request was cancelled while a running step computes for it; it ends when that
+    step completes.
+    """
     num_preemptions: int = 0
     num_plans: int = 0
-    """Number of plans in flight that contain the request."""
+    """Number of planned steps that contain the request and have not completed."""
     num_tokens_in_flight: int = 0
-    """Number of its tokens that plans in flight compute; they follow the computed tokens."""
+    """Number of the request's tokens that planned, uncompleted steps compute; these tokens follow
+    the computed ones.
+    """
     num_samples_in_flight: int = 0
-    """Number of tokens that plans in flight will sample for it."""
+    """Number of output tokens that planned, uncompleted steps will sample for the request."""
 
 
 @dataclass(slots=True)
@@ -78,7 +86,9 @@ class PrefixNotes:
     block_keys: list[bytes] = field(default_factory=list[bytes])
     """Keys of its leading full blocks, computed as far as they were needed."""
     node: "PrefixNode | None" = None
-    """Node of its last indexed block, or the root; None while it has no blocks."""
+    """Node of the prefix index for the request's last indexed block, or the root; None while the
+    request has no blocks.
+    """
     num_indexed_blocks: int = 0
     """Number of its leading blocks that are in the prefix index."""
 
@@ -90,10 +100,13 @@ class StateNotes:
     slot: int = NO_SLOT
     """State slot of the request while it runs."""
     points: list[int] = field(default_factory=list[int])
-    """Positions in tokens at which its prefill ends a chunk, to save a snapshot there;
-    ascending."""
+    """Positions in tokens at which the prefill must end a chunk, because a snapshot of the
+    recurrent state is saved there; ascending.
+    """
     last: "Snapshot | None" = None
-    """Longest snapshot of a prefix of the request's tokens that its prefill has passed."""
+    """The longest snapshot (saved recurrent state) of a prefix of the request's tokens, among the
+    positions that its prefill has reached.
+    """
 
 
 class WindowTable(NamedTuple):
@@ -120,8 +133,9 @@ class WindowNotes:
 
     table: WindowTable = NO_WINDOW
     marks: tuple[int, ...] = ()
-    """Positions in tokens from which a later prompt may go on; the window blocks before them are
-    evicted last."""
+    """Positions in tokens, such as ends of messages, from which a later prompt may go on; the
+    sliding-window blocks before them are evicted last.
+    """
 
 
 @dataclass(slots=True)
@@ -129,12 +143,14 @@ class LoadNotes:
     """Data about a request's load of KV from the store or another instance."""
 
     has_loaded: bool = False
-    """True if a load was started since the request became waiting; no second one is started."""
+    """True if a load of KV was started since the request joined the queue; no second one is started
+    for it.
+    """
     wait_until_s: float = 0.0
     """Time until which the request waits for KV from elsewhere and is not admitted; monotonic
     seconds."""
     loaded_blocks: range = range(0)
-    """Indexes in the sequence of the blocks that its last load brought."""
+    """Indexes in the sequence of the KV blocks that the request's last load brought."""
 
 
 @dataclass(slots=True)
@@ -204,7 +220,9 @@ class Request:
     expected_len: int = 0
 
     sequence_id: int = 0
-    """Number in the order of arrival, from 1; identifies the request in a ``StepInput``."""
+    """Number of the request in the order of arrival at the instance, from 1; it identifies the
+    request in a ``StepInput``.
+    """
     output_ids: list[int] = field(default_factory=list[int])
     """Tokens sampled so far, including the one that ended the request."""
     state: RequestState = RequestState.WAITING

@@ -93,11 +93,13 @@ class SchedulerState:
         self.loading: list[Request] = []
         self.running: list[Request] = []
         self.in_flight: deque[StepPlan] = deque()
-        """Plans that have not completed, the oldest first."""
+        """Planned steps that have not completed, the oldest first."""
         self.evicted: list[KeyedBlock] = []
         """Full blocks evicted since the last plan."""
         self.wake_s = math.inf
-        """Time at which there is work to plan; see ``Scheduler.wake_s``."""
+        """Monotonic time at which the scheduler should be called even if nothing happens; see
+        ``Scheduler.wake_s``.
+        """
         self.counters = counters
 
     # ---------------------------------------------------------------- queues

@@ -83,7 +83,7 @@ class TorchRunner:
         self._states: dict[int, Future[GrammarState]] = {}
         """Grammar states by sequence id, of sequences that have a grammar."""
         self._samplers: dict[int, SamplerState] = {}
-        """Sampling states by sequence id, from the sequence's ``SequenceStart`` on."""
+        """Sampling state of each live sequence by its id, from its ``SequenceStart`` message on."""
         self._sums: dict[int, HiddenSum] = {}
         """Sums of hidden states by sequence id, of sequences whose mean is wanted."""
         self._worker = ThreadPoolExecutor(1, "step") if is_overlapped else None

@@ -42,8 +42,9 @@ class KvMirror:
             self.states = HostMirror(states.device, states.tensor, whole)
         self._lock = threading.Lock()
         self._loaded: set[int] = set()
-        """Ids, as transfers use them, of blocks, window blocks and states that are on the host
-        only."""
+        """Ids (numbered as in transfers) of KV blocks, window blocks and states that were loaded
+        into host memory and not yet copied to the device.
+        """
 
     def save(self, numbers: Iterable[int]) -> None:
         """Copy blocks, window blocks and states from the device to the host.

@@ -54,7 +54,8 @@ SOURCES: frozenset[type[KvSource]] = frozenset({TierKv})
 """The kinds of ``KvSource`` that this tier can load from."""
 
 STAGED_STATES = 2
-"""Number of states that can wait to be stored, each in a staging slot of the size of a state."""
+"""Number of recurrent states that can wait to be stored; each waits in a staging buffer of its own.
+"""
 STORE_BATCH = 16
 """Number of blocks stored by one call: enough to hide its round trips."""
 LOAD_BATCH = 16

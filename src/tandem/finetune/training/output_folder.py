@@ -20,8 +20,8 @@ WHERE = "finetune.run"
 ADAPTER_NAME = "adapter_config.json"
 CARD_NAME = "README.md"
 LEFT_AT_END = ("adapter_*", "*_results.json", STATE_NAME, "training_*.png", CARD_NAME)
-"""Patterns of the files that a run writes at its end. The next run removes them at its beginning:
-if it were interrupted, they would pass for its results.
+"""Patterns of the files that a training run writes when it ends. The next run in the folder removes
+them when it starts: if it were interrupted, they would pass for its results.
 """
 
 

@@ -26,12 +26,12 @@ Manifest = dict[str, Any]
 
 SETTINGS_FOLDER = "/etc/tandem"
 END_S = 30
-"""Seconds between the end of a drain and SIGKILL."""
+"""Seconds between the end of a pod's drain (finishing its requests) and SIGKILL."""
 LOAD_S = 3600
 """Seconds that a model may take to load."""
 PROBE_S = 5
 DEREGISTER_S = 5
-"""Seconds until load balancers no longer route to a pod that ends."""
+"""Seconds that load balancers may take until they no longer route to a pod that is ending."""
 HERE = "$(POD_IP)"
 """A variable in arguments that Kubernetes replaces by the pod's address."""
 

@@ -39,9 +39,11 @@ PAUSE_S = 0.5
 MAX_PAUSE_S = 10.0
 MAX_FAILED_STARTS = 3
 END_S = 15.0
-"""Seconds after the drain until a process that does not end is killed."""
+"""Seconds after the drain (finishing the requests) after which a process that has not ended is
+killed.
+"""
 ENDING: tuple[Kind, ...] = ("server", "launcher", "store-host", "store-master")
-"""The order in which kinds of processes end: those that others need come last."""
+"""Order in which the kinds of processes are ended: those that others need come last."""
 MAX_LINE = 500
 
 
@@ -110,8 +112,8 @@ class _Running:
         self.cores = cores
         self.process: asyncio.subprocess.Process | None = None
         self.up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Done with the first line that the process prints, or with the error if it was given
-        up.
+        """Future that is done with the first line that the process prints, or with an error if the
+        process was given up.
         """
         self.num_restarts = 0
         self.is_ending = False

@@ -70,7 +70,7 @@ class TierCounters:
     inserted: int = 0
     """Experts read into a slot because a step needed them."""
     passed: int = 0
-    """Experts read into the staging area only."""
+    """Experts read from disk for one use, into the staging area, without taking a slot."""
     guessed: int = 0
     """Experts read into a slot ahead, because the next step was expected to need them."""
     guessed_right: int = 0
@@ -123,7 +123,9 @@ class ExpertTier:
         self._num_given = 0
         self._staged = [(num_slots + i) * slot_bytes for i in range(num_staged)]
         self._lost: list[tuple[int, int]] = []
-        """Abandoned reads with their places in the staging area, which they may still write to."""
+        """Reads that were abandoned after a timeout, with their places in the staging area, which
+        the reads may still write to.
+        """
         self._is_stalled = False
 
     def give_slots(self, count: int) -> list[int]:
@@ -210,10 +212,12 @@ class LayerSlots:
         self._policy = policy
         self._free = tier.give_slots(num_slots)
         self._slots: dict[int, int] = {}
-        """Slot of each expert that holds one, also while the expert is still being read."""
+        """Slot of each expert that has one, including experts that are still being read into it."""
         self._reads: dict[int, _Read] = {}
         self._lost: list[tuple[int, int]] = []
-        """Pending reads of experts that were evicted meanwhile, each with its slot."""
+        """Reads in progress of experts that were evicted meanwhile, each with the slot that it may
+        still write to.
+        """
         self._guessed: set[int] = set()
         """Experts that were read ahead and not computed since."""
         self.places = np.full(num_experts, -1, np.int64)

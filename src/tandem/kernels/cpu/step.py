@@ -104,7 +104,9 @@ class CpuStep:
         layers run.
         """
         self.loads: KvArrivals | None = None
-        """Copies of KV to the device that layers wait for; None: no KV is being copied."""
+        """Arrivals of KV on the device, which each layer waits for before it attends; None: no KV
+        is being copied.
+        """
         self._no_angles: tuple[_native.TensorView, _native.TensorView] | None = None
         self._dtype = dtype
         self._on_layer = on_layer
@@ -113,9 +115,13 @@ class CpuStep:
         self._routing = routing
         self._residual: Buffer | None = None
         self._pending: Buffer | None = None
-        """Addend of the next norm to the residual; its contents must not change until then."""
+        """Output of the last module, which the next norm adds to the residual stream; its contents
+        must not change until then.
+        """
         self._beside: tuple[DecoderLayer, Buffer] | None = None
-        """The running layer, if its experts are beside its MLP, and the input of the MLP."""
+        """The running layer and the input of its MLP, if the layer's experts run in parallel with
+        the MLP on the same residual stream; otherwise None.
+        """
         self._buffers = cache.step_buffers(self._num_tokens, dtype)
 
     def begin_(self) -> None:

@@ -69,9 +69,12 @@ class TieredExperts(PackedExperts):
             policy=policy,
         )
         self._guess: ExpertGuess | None = None
-        """Guess of these experts; None: no layer before is on disk too."""
+        """Guess of which experts this layer will choose, by which they are read ahead; None: the
+        layer before has no experts on disk, so nothing is guessed.
+        """
         self._follower: TieredExperts | None = None
-        """Experts of the next layer, if they are guessed."""
+        """Experts of the next layer, if they are guessed and read ahead while this layer computes.
+        """
 
     def follow(self, before: "TieredExperts", guess: ExpertGuess) -> None:
         """Guess these experts while the previous layer computes, and read them ahead if that pays.

@@ -69,7 +69,8 @@ class Pairs:
         )
         """Outputs computed on the host, without router weights; 0 for all other experts."""
         self.on_device_BK = allocate(size * top_k * 8).view(torch.int64).view(size, top_k)
-        """Ids of the chosen experts that the device computes; -1 for others."""
+        """Ids of the chosen experts that the device computes; -1 for those that the host computes.
+        """
 
 
 class Landing:

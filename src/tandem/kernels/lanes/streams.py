@@ -33,9 +33,13 @@ class _Place(NamedTuple):
     staging: Tensor
     memory: Tensor
     loaded: Event
-    """Event after the range's copy: the staging memory is free again."""
+    """Event that is recorded after the range's copy to the device: from then on the staging memory
+    is free again.
+    """
     used: Event
-    """Event after the device has computed with the range: the device memory is free again."""
+    """Event that is recorded after the device has computed with the range: from then on the device
+    memory is free again.
+    """
 
 
 class _Range(NamedTuple):
@@ -69,7 +73,7 @@ class ExpertStream:
         self._free: queue.SimpleQueue[_Place | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[_Range | BaseException] = queue.SimpleQueue()
         self._next_layer = -1
-        """Layer whose experts the thread loads next; -1: the thread is idle."""
+        """Layer whose experts the loading thread copies next; -1: the thread is idle."""
 
     def close(self) -> None:
         """End the thread that loads experts; idempotent."""

@@ -33,7 +33,9 @@ class Division(NamedTuple):
 
     on_device: NDArray[np.int64]
     uploads: list[int]
-    """Experts among them that are uploaded, in the order of their uploads."""
+    """Experts of the layer's choices that are uploaded to the device, in the order of their
+    uploads.
+    """
 
 
 class Split(Protocol):
@@ -92,7 +94,9 @@ class UploadLane:
         self._split = split
         self._read_clock = read_clock
         self._num_missed = 0
-        """Experts of the previous step that were in no slot, over all layers."""
+        """Number of experts that the previous step chose and that were in no slot on the device,
+        over all layers.
+        """
         self._begin_s = 0.0
         self.begin_step()
 

@@ -44,7 +44,7 @@ class LatentStep:
             (blocks[: -(-length // block_size), None] * block_size + offsets).ravel()[:length]
             for blocks, length in zip(block_table, context_lens, strict=True)
         ]
-        """By sequence, the row of each position within a layer."""
+        """For each sequence: the row number, within a layer, of the latent at each position."""
         # The table gives the slot of each position. Positions that no token of a range attends to
         # are never read, so any slot, such as 0, may stand there.
         self._table = np.zeros((len(context_lens), max(context_lens)), np.int64)
@@ -163,8 +163,8 @@ class _Part(NamedTuple):
 
     sequence: int
     first: int
-    """Number of the first of them among the step's tokens."""
+    """Index, among all tokens of the step, of the first token of the part."""
     start: int
-    """Its position."""
+    """Position of that first token in its sequence."""
     stop: int
-    """Position after the last."""
+    """Position after the last token of the part."""

@@ -21,11 +21,13 @@ from tandem.core.errors import CapacityError, ConfigError, DeadlineError, Intern
 __all__ = ["STAGING_BYTES", "RowFile"]
 
 STAGING_BYTES = 8 << 20
-"""Memory into which the disk's pages are read before their rows are copied out."""
+"""Size in bytes of the memory that whole pages of the disk are read into, before the wanted rows
+are copied out.
+"""
 READ_TIMEOUT_MS = 30_000
 """Timeout of a read in milliseconds, longer than a disk takes to retry a bad sector."""
 DEPTH = 64
-"""Reads that the disk has at a time: they are small and scattered."""
+"""Number of reads that are given to the disk at a time: they are small and scattered."""
 DROP_BYTES = 64 << 20
 """Bytes written between two requests to the system to drop the file's pages from memory."""
 
@@ -41,7 +43,9 @@ class RowFile:
         staging = self._reader.array()
         shape = (len(staging) - row_bytes + 1, row_bytes)
         self._windows = np.lib.stride_tricks.as_strided(staging, shape, (1, 1), writeable=False)
-        """The staging memory as rows that begin at each of its bytes."""
+        """View of the staging memory in which row i is the ``row_bytes`` bytes that begin at byte
+        i.
+        """
         size_bytes = -(-num_rows * row_bytes // page) * page
         self._descriptor, self._file = _create(folder, size_bytes, self._reader)
         weakref.finalize(self, os.close, self._descriptor)

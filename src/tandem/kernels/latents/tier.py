@@ -26,10 +26,12 @@ from tandem.kernels.native import TORCH_DTYPES, view_tensor
 __all__ = ["LatentCounters", "LatentTier", "count_row_bytes"]
 
 _WORDS = (np.uint32, np.uint8, np.uint16, np.uint8)
-"""Widest words that a row divides into, by its bytes modulo 4."""
+"""Widest unsigned integer type into which the bytes of a row divide evenly, by the row's bytes
+modulo 4.
+"""
 SCALE_BYTES = 2
 MIN_SEARCHED = 4096
-"""Slots that are looked at for those to take, at least."""
+"""Least number of memory slots that are examined to find the ones whose latents are evicted."""
 
 
 def count_row_bytes(layout: MlaLayout) -> int:
@@ -48,7 +50,7 @@ class LatentCounters:
     step itself computed.
     """
     hits: int = 0
-    """Those of them that were in memory."""
+    """Rows counted in ``chosen`` that were in memory, and not only in the file."""
 
 
 class LatentTier:
@@ -70,39 +72,47 @@ class LatentTier:
         self.num_slots = memory_bytes // self.row_bytes
         assert self.num_slots > 0, memory_bytes
         self.rows_per_layer = num_blocks * layout.block_size
-        """Rows of a layer; row r of layer l has the number ``l * rows_per_layer + r``."""
+        """Number of latent rows of a layer, one for each token place of the pool; row r of layer l
+        has the number ``l * rows_per_layer + r``.
+        """
         self._block_size = layout.block_size
         self._num_layers = layout.num_layers
         num_rows = layout.num_layers * self.rows_per_layer
         self.file = RowFile(folder, num_rows, self.row_bytes)
         tensor = CPU.allocate(self.num_slots * self.row_bytes)
         self.memory = tensor.numpy().reshape(self.num_slots, self.row_bytes)
-        """The slots, uint8 [num_slots, row_bytes]."""
+        """Memory for the cached latents, one slot (row of bytes) for each; uint8 [num_slots,
+        row_bytes].
+        """
         format_name = layout.dtype if layout.is_coded else ""
         if not layout.is_coded:
             tensor = tensor.view(TORCH_DTYPES[layout.dtype])
         slots = view_tensor(tensor.view(self.num_slots, -1))
         self.pool = KvPool.placed(slots, format_name, 1, layout.row_size, layout.kv_lora_rank, [0])
-        """The slots as attention reads them: blocks of one token and one layer."""
+        """The same memory as attention reads it: a pool of blocks of one token and one layer."""
         # 0 means that a row is not in memory, so slots count from 1 here: the system gives zeroed
         # pages only as they are touched, whereas filling the array with -1 would take all its
         # memory.
         self._slots = np.zeros(num_rows, np.int32)
-        """Slot of each row, plus 1; 0 if the row is not in memory."""
+        """Memory slot of each latent row, plus 1; 0 if the row is only in the file."""
         self._sums = np.zeros(num_rows, np.uint32)
-        """Checksum of each row in the file."""
+        """Checksum of each latent row as written to the file."""
         words = np.dtype(_WORDS[self.row_bytes % 4])
         self._random = np.random.default_rng(0)
         shape = self.row_bytes // words.itemsize
         self._word_type = words
         self._factors = self._random.integers(0, 1 << 64, shape, np.uint64) | np.uint64(1)
-        """Odd factors of a row's words in its checksum."""
+        """Odd random factors, one for each word of a row, by which the words are multiplied in the
+        row's checksum.
+        """
         self._rows = np.full(self.num_slots, -1, np.int64)
-        """Row of each slot; -1 if it holds none."""
+        """Number of the latent row that each memory slot holds; -1 if it holds none."""
         self._uses = np.zeros(self.num_slots, np.int64)
-        """Number of the last ``place`` that used each slot."""
+        """For each memory slot: the number of the last call of ``place`` that used its row."""
         self._is_wanted = np.zeros(self.num_slots, np.bool_)
-        """True if a row was used again since its slot was last passed over."""
+        """For each memory slot: True if its row was used again since the search for slots to evict
+        last passed over it (clock eviction).
+        """
         self._num_uses = 0
         self._lost: set[int] = set()
         self.counters = LatentCounters()

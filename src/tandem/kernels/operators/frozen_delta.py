@@ -24,8 +24,8 @@ from tandem.kernels.torch.gated_delta import Scan, run_gated_delta
 __all__ = ["FrozenGatedDelta", "FrozenKimiDelta", "freeze_mixer"]
 
 CONTINUED = ("cache", "cache_params", "cu_seq_lens_q", "seq_idx")
-"""Arguments of calls whose rows are no whole sequences: with a cache, or several sequences in one
-row.
+"""Arguments whose presence means that the rows of a call are not whole sequences, because of a
+cache or several sequences packed in one row.
 """
 
 

@@ -47,7 +47,9 @@ class AdaptedRows:
     out_features: int
     first_output: int = 0
     order: Tensor | None = None
-    """Checkpoint's output for each output of this part, int64 [N]; None: unchanged."""
+    """Index of the checkpoint's output that each output of this operator's part is, int64 [N];
+    None: the order is the same.
+    """
 
     def set_delta(self, slot: int, a_RK: Tensor, b_NR: Tensor, scale: float) -> None:
         """Set an adapter's LoRA factors in a slot, with outputs in the order of the matrix."""
@@ -101,7 +103,7 @@ class RowGroup:
     rows: Tensor
     """Row numbers, int64, ascending, on the model's device."""
     numbers: list[int]
-    """The same on the host."""
+    """The same row numbers as a list on the host."""
 
 
 class StepAdapters:
@@ -143,9 +145,13 @@ class StepAdapters:
         self._places_by_size: dict[int, Tensor] = {}
         self._place_by_slot: dict[int, int] = {}
         self._contents = [0] * num_slots
-        """Number of adapters that each slot has held before its present one."""
+        """For each adapter slot: the number of adapters that it held before its present one, which
+        tells an old content from a new one.
+        """
         self._placed: dict[int, int] = {}
-        """The same number for the contents of a slot's place."""
+        """For each adapter slot with a place at a fixed address: the value of ``_contents`` when
+        the factors there were copied. If it differs, the factors are copied again.
+        """
         self._layout = 0
 
     def begin(self, num_rows: int, rows_by_slot: Mapping[int, list[int]]) -> None:
@@ -231,10 +237,10 @@ class _Adapted:
         self._out_shape = out_shape
         self._bank = LoraBank(step.num_slots) if step.is_native else None
         self._parts: dict[int, list[LoraPart]] = {}
-        """Factors by adapter slot, if torch computes."""
+        """LoRA factors by adapter slot, used if torch and not a native kernel computes."""
         self._factors: FixedFactors | None = None
-        """The same at fixed addresses, for captured steps; None: no such step's adapter changed
-        this matrix.
+        """The LoRA factors again, copied to fixed addresses for captured steps (replayed graphs);
+        None: no adapter of such a step has changed this matrix.
         """
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:

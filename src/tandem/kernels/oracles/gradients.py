@@ -39,7 +39,9 @@ BF16_EPS = 2.0**-8
 FLUSHED = 1e-30
 """Error bound of gates below the exponential's cut-off."""
 TURNED_OUTPUTS = 1024
-"""Outputs whose weights are transposed at a time; the sums of these blocks are added."""
+"""Number of outputs whose weights are transposed at a time in the backward pass; the kernel adds
+the sums over these pieces.
+"""
 
 
 def choose_rounding(weight_format: WeightFormat) -> WeightFormat:

@@ -44,9 +44,12 @@ class DecodeGroup:
     """Sequences that decode (one query each), attended as one batch over gathered KV."""
 
     rows: Tensor | None
-    """Rows of these sequences in the batch; None if they are all rows in order."""
+    """Row numbers of these sequences' queries in the batch; None if the group is the whole batch,
+    in order.
+    """
     index: Tensor
-    """Rows of the cache's chunks that hold the sequences' context."""
+    """Row numbers, in the cache viewed as chunks, of the chunks that hold the sequences' context.
+    """
     gathered: Tensor
     """Memory for the gathered rows, shared by all layers and steps: part of the cache's scratch."""
     num_keys: int
@@ -90,7 +93,9 @@ class Prefill:
     first_row: int
     num_rows: int
     tiles: tuple[tuple[Tensor, int], ...]
-    """Tiles of earlier context: (rows of the cache's chunks, number of tokens to read of them)."""
+    """Earlier context of the sequence in tiles that are attended to one after the other: (row
+    numbers of the cache's chunks, number of tokens to read from them).
+    """
 
 
 def plan_attention(

@@ -17,7 +17,9 @@ from tandem.kernels.interfaces import LoraPart
 __all__ = ["NO_PLACE", "FixedFactors"]
 
 NO_PLACE = 0
-"""Place of rows without an adapter, 0; its factors are zeros."""
+"""Place 0 of the factors, used by rows without an adapter; its factors are zeros, so their product
+adds nothing.
+"""
 
 
 class FixedFactors:

@@ -150,13 +150,17 @@ class TorchStep:
         self._written: dict[int, Tensor] = {}
         """Keys and values of the step by layer, for layers that share them."""
         self._residual: Tensor | None = None
-        """Residual stream of the layer whose experts are still to be added."""
+        """Residual stream of the layer whose routed experts' output is still to be added."""
         self._beside: _Beside | None = None
-        """The running layer, if its experts are beside its MLP."""
+        """State of the running layer if its experts run in parallel with its MLP on the same
+        residual stream; otherwise None.
+        """
         self._angles: list[tuple[Tensor, Tensor]] = []
         self._positions = positions
         self.loads: KvArrivals | None = None
-        """Copies of KV to the device that layers wait for; None: no KV is being copied."""
+        """Arrivals of KV on the device, which each layer waits for before it attends; None: no KV
+        is being copied.
+        """
         self.layer_inputs: Tensor | None = None
         """Inputs [T, layers, items] of models whose layers have an additional input; set before the
         layers run.

@@ -38,7 +38,9 @@ LARGEST_FP16 = 65504.0
 LARGEST_E4M3 = 448.0
 LARGEST_E2M1 = 6.0
 ROW_GROUP_SIZE = 128
-"""Activations that share a scale if all weights of a row share one scale."""
+"""Number of activations that share a quantization scale, for weight formats with one scale per row
+of weights.
+"""
 BLOCK_ROWS = 128
 """Outputs that share a scale in ``fp8``."""
 SUPERBLOCK_SIZE = 256

@@ -17,7 +17,8 @@ __all__ = ["AwqCodec"]
 BITS = 4
 PER_WORD = 8
 PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Position within a word of each of eight outputs, counted in 4-bit fields."""
+"""For each of eight consecutive outputs: which 4-bit field of a packed 32-bit word holds its code.
+"""
 
 
 class AwqCodec(WordCodec):

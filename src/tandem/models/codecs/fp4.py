@@ -36,7 +36,7 @@ class Fp4Matrix:
     """A matrix of e2m1 codes: bytes of two codes uint8 [N, K / 2], scales uint8 [N, G]."""
 
     name: str
-    """Name of the weight, for messages."""
+    """Name of the weight, for error messages."""
     codes: Tensor
     scales: Tensor
     factor: float | None

@@ -449,6 +449,7 @@ _QUANTIZERS: dict[str, tuple[int, int, Callable[[Floats], Quantized]]] = {
     "IQ4_NL": (32, 18, _quantize_iq4_nl),
     "IQ4_XS": (256, 136, _quantize_iq4_xs),
 }
-"""Weights and bytes of a block, and the quantizing function, by type."""
+"""For each GGUF type: weights of a block, bytes of a block, and the function that quantizes to it.
+"""
 
 QUANTIZED_TYPES = tuple(_QUANTIZERS)

@@ -28,7 +28,7 @@ class IntegerMatrix:
     """
 
     name: str
-    """Name of the weight, for messages."""
+    """Name of the weight, for error messages."""
     bits: int
     codes: Tensor
     scales: Tensor
@@ -36,7 +36,7 @@ class IntegerMatrix:
     group_size: int
     """Inputs of a group; the last group may have fewer."""
     group_ids: Tensor | None = None
-    """Group of each input, int64 [K]; None: groups are consecutive."""
+    """Quantization group of each input, int64 [K]; None: groups are runs of consecutive inputs."""
 
     def read_into(self, out: Tensor) -> None:
         """Write the decoded values [N, K], rounded once to the dtype of ``out``.

@@ -25,7 +25,9 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """Values of the positive 4-bit float codes."""
 
 HALVES = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5], dtype=torch.uint8)
-"""Codes of half of each positive float, rounded to even; half of 1.5 is 0.75, which becomes 1."""
+"""4-bit codes of half of each positive float value, rounded to even where half is not a value; half
+of 1.5 is 0.75, which becomes 1.
+"""
 
 
 class Mxfp4Codec:

@@ -41,7 +41,9 @@ __all__ = [
 
 MAX_JSON_BYTES = 16 << 20
 MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
-"""Largest plausible sizes: a configuration beyond them is broken; they bound our allocations."""
+"""Largest plausible numbers of layers, elements of a size, and experts: a configuration beyond them
+is broken, and refusing it bounds what we allocate.
+"""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
 LAYER_TYPES = (
@@ -62,8 +64,8 @@ SPECIAL_METHODS = ("mxfp4",)
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names under which configurations store the number of routed experts."""
 CLOSE_NAME = 0.6
-"""difflib ratio from which two names count as similar: qwen2 and qwen3 are, bert and llama
-are not.
+"""Ratio of difflib's comparison from which two model names count as similar: qwen2 and qwen3 are,
+bert and llama are not.
 """
 
 
@@ -127,7 +129,9 @@ def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
 
 
 FLOAT_KEY = "__float__"
-"""Only key of the object that transformers writes for numbers that JSON lacks, such as infinity."""
+"""Key by which transformers writes numbers that JSON lacks, such as infinity: an object with only
+this key.
+"""
 
 
 def _restore_floats(value: Any) -> Any:

@@ -13,7 +13,9 @@ ONLY = {
     "moe_router_activation_func": "sigmoid",
     "tie_word_embeddings": False,
 }
-"""Fields that transformers' class ignores, with the only values that it implements."""
+"""Fields of Kimi-Linear's configuration that transformers' class ignores, each with the only value
+for which the class is right.
+"""
 
 
 def find_problem(config: Any) -> tuple[str, str] | None:

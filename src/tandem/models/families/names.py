@@ -140,7 +140,9 @@ class ConvolutionReader(RenamedReader):
 
 
 CONVOLUTION = ".conv1d.weight"
-"""Suffix of a convolution that is stored as ``q_conv1d``, ``k_conv1d`` and ``v_conv1d``."""
+"""Ending of a convolution's name in the skeleton; the checkpoint stores it as three tensors,
+``q_conv1d``, ``k_conv1d`` and ``v_conv1d``.
+"""
 FIRST_PART = ".q_conv1d.weight"
 
 

@@ -51,8 +51,8 @@ UNEVEN_BY_TYPE = {
 }
 """Families in which these fields differ between layer types, but not within a type."""
 UNEVEN = "its configuration changes from layer to layer (per_layer_config)"
-"""Reason for refusing models with sizes and switches of single layers, which a proof with few
-layers would miss.
+"""Reason for refusing a model whose sizes or switches differ between single layers: the proof of a
+model computes only a few layers, so it would miss some of them.
 """
 BESIDE_KV = "keeps a state beside KV, which no prefix cache here holds"
 

@@ -129,10 +129,10 @@ FAMILIES = {
         Family(model_type="gpt_oss", is_moe=True, expert_formats=gpt_oss.EXPERT_FORMATS),
     )
 }
-"""Families that CI proves, by ``model_type``."""
+"""Model families that CI proves (compares with transformers on tiny models), by ``model_type``."""
 
 PROVED_WITH = "5.24"
-"""transformers version whose eager code CI compares with."""
+"""Version of transformers whose eager code CI compares our operators with."""
 
 
 def take_decoder(raw: dict[str, Any]) -> dict[str, Any]:

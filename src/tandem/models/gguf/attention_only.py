@@ -15,7 +15,7 @@ from tandem.models.gguf.rope import make_rope
 __all__ = ["ATTENTION_ONLY"]
 
 EXAONE4_WINDOWED = 64
-"""Layers of the 32B model, the only one with sliding windows."""
+"""Number of layers of EXAONE 4's 32B model, the only size with sliding windows."""
 LLAMA4_CHUNK = 8192
 LLAMA4_MOST_EXPERTS = 128
 

@@ -16,7 +16,9 @@ __all__ = ["LATENT", "SIGMOID"]
 SOFTMAX, SIGMOID = 1, 2
 """Values of ``expert_gating_func``."""
 LONG_CONTEXT = 1 << 20
-"""Context length of GLM-5.2, from which on some layers share an earlier layer's index."""
+"""Context length of GLM-5.2 in tokens; from this length on, models of the architecture have layers
+that use the sparse attention index of an earlier layer.
+"""
 
 
 def _list_latents(facts: Facts) -> Config:

@@ -60,7 +60,9 @@ UNSAID = frozenset(
         ),
     }
 )
-"""Configuration fields that do not affect the model's results, or are compared by another field."""
+"""Configuration fields that may differ when the written metadata is read back: they do not affect
+the model's results, or another field that is compared covers them.
+"""
 
 
 def _find(config: Any, *names: str) -> Any:

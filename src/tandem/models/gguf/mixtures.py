@@ -54,7 +54,9 @@ NARROWER = {
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
 }
-"""Replacement types with blocks of 32, for rows that are not whole superblocks."""
+"""Replacement types, with blocks of 32 weights, for rows whose length is no multiple of a
+superblock's 256.
+"""
 
 NOT_CODED = (
     *("_norm.weight", "ffn_gate_inp.weight", "ssm_conv1d.weight", "shortconv.conv.weight"),

@@ -35,7 +35,7 @@ class How(Enum):
     ORDERED = auto()
     """Concatenate the tensors by rows, with rows in ``Recipe.order``."""
     TURNED_INPUTS = auto()
-    """Reorder the inputs by ``Recipe.order``."""
+    """Reorder the inputs (columns) of each output by ``Recipe.order``."""
     LOG_RATE = auto()
     """Take the logarithm: the file stores -exp(weight), in ``Recipe.order``."""
     FLAT = auto()
@@ -254,10 +254,14 @@ CENTRED_NORMS = ("gemma", "nemotron", "gemma2", "gemma3", *STATE_ARCHITECTURES)
 """Architectures whose norms are stored as 1 + weight, except norms of a state's heads."""
 
 STATE_SPACES = {"granitehybrid": "mamba", "nemotron_h": "mixer", "nemotron_h_moe": "mixer"}
-"""Architectures with Mamba2, with the attribute of a layer that holds it."""
+"""Architectures with Mamba2 layers, each with the attribute of a decoder layer that holds the
+Mamba2 mixer.
+"""
 
 FIRST_PARTS = ("attn_norm", "post_attention_norm", "attn_q")
-"""Parts of which every layer has at least one."""
+"""Tensors of which every layer of every architecture has at least one, by which layers are
+recognised.
+"""
 
 MAX_LAYERS = 2048
 

@@ -10,7 +10,8 @@ __all__ = ["ROPE_FACTORS", "make_rope"]
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor whose presence means that frequencies are scaled as in Llama 3.1."""
 STILL = 1e29
-"""Factor from which on a frequency counts as divided to zero."""
+"""Frequency factor from which on a frequency counts as divided to zero, so that nothing is rotated.
+"""
 
 
 def make_rope(facts: Facts) -> Config:

@@ -16,7 +16,7 @@ __all__ = ["STATE_ARCHITECTURES", "StateSizes", "find_sizes", "read_state_sizes"
 
 STATE_ARCHITECTURES = ("qwen3next", "qwen35", "qwen35moe")
 TILED = ("qwen35", "qwen35moe")
-"""Architectures that alternate value heads between key heads."""
+"""Architectures whose files order value heads so that neighbours belong to different key heads."""
 
 Order = NDArray[np.int64]
 

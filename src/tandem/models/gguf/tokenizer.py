@@ -103,7 +103,7 @@ class Splitting:
     is_nfc: bool = False
     """True if text is first normalized to NFC."""
     keeps_whole: bool = False
-    """True if a piece that is a token is used without merging."""
+    """True if a piece of text that is itself a token is used as that token, without BPE merges."""
 
 
 SPLITTINGS = {

@@ -87,7 +87,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NO_ADAPTERS = 0
-"""Layout of the adapters' memory of a captured step without adapters."""
+"""Version of the memory for adapters that a captured step refers to, if no adapter is used in the
+step.
+"""
 MAX_UPLOADS = 4
 """Most experts of a layer that a decode step uploads: the number of places on device and in
 staging.
@@ -150,7 +152,9 @@ class CausalModel:
         self._layer_inputs = _find_layer_inputs(base)
         self._fused = layers if all(isinstance(x, DecoderLayer) for x in layers) else None
         self.moe = find_moe_layers(plan) if self.is_fused else None
-        """Layers with routed experts; None if ``choices`` stays None."""
+        """Layers that have routed experts, by index; None if the choices of experts are not
+        recorded (``choices`` is None).
+        """
         self.choices: Tensor | None = None
         """Expert choices of the last step, int64 [layers with experts, tokens, top_k], overwritten
         by the next step. None if layers are not fused or have no experts.
@@ -159,10 +163,12 @@ class CausalModel:
         self._hybrid: HybridDecoder | None = None
         self._lane: UploadLane | None = None
         self._adapter_layout = NO_ADAPTERS
-        """Layout of the adapters' memory that captured steps use."""
+        """Version of the layout of the memory for adapters that captured steps use; a step captured
+        with another version is not replayed.
+        """
         self._fixed: dict[tuple[int, int], FixedDecode] | None = None
-        """Memory of captured decode steps, by tokens and blocks of each; None: steps bring their
-        own.
+        """Fixed-address memory of captured decode steps, by their numbers of tokens and blocks;
+        None: every step brings its own memory.
         """
         self.packed_writer: PackedWriter | None = None
         """Thread that writes packed weights in the background; None if there is nothing to

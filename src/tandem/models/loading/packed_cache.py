@@ -63,9 +63,9 @@ SUFFIX = ".packed"
 PARTIAL_SUFFIX = ".partial"
 
 WRITE_BYTES = 4 << 20
-"""Bytes written at once, and so at most after the writer is told to stop."""
+"""Bytes written in one call. A writer that is told to stop writes at most this much more."""
 SYNC_BYTES = 32 << 20
-"""Bytes written between two syncs, so that little memory waits for the disk."""
+"""Bytes written between two syncs to disk, so that little unwritten data stays in memory."""
 
 
 def choose_root(wish: str, folder: Path, size_bytes: int) -> Path | None:
@@ -217,7 +217,9 @@ class PackedCache:
     ) -> None:
         self.folder = folder
         self.unwritten: dict[str, NDArray[np.uint8]] = {}
-        """Packed weights that wait for ``write``, by operator; borrowed."""
+        """Packed weights that wait for ``write`` to put them into files, by dotted path of the
+        operator; borrowed from the operators.
+        """
         self._find_source = find_source
         self._weight_format = weight_format
         self._is_behind = is_behind

@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 LOWEST_PRIORITY = 19
 CLOSE_TIMEOUT_S = 5.0
-"""Seconds to wait for the thread; a sync may take seconds, and a remaining thread ends with the
-process.
+"""Seconds to wait for the writing thread to end. A sync may take longer; the thread then ends with
+the process.
 """
 
 

@@ -32,7 +32,9 @@ class SequenceCache:
 
     def __init__(self) -> None:
         self.past: Any = None
-        """The model's cache object; None before the first piece."""
+        """Cache object of transformers for this sequence; None before the first piece of the prompt
+        is computed.
+        """
         self.num_fed = 0
         self.pending: list[int] = []
 

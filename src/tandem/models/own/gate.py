@@ -24,7 +24,7 @@ LENGTHS = (
     "model_max_length",
 )
 UNBOUNDED_CONTEXT = 32768
-"""Context length assumed for a class that states none."""
+"""Context length in tokens that is assumed for a model class that states none."""
 
 
 def open_own(path_or_id: str | Path) -> Checkpoint:

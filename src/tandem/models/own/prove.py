@@ -43,11 +43,15 @@ logger = logging.getLogger(__name__)
 DEFAULT_ROOT = Path("~/.cache/tandem/proofs")
 MAX_BYTES = 1 << 20
 TINY_PIECE, PROMPT_LEN = 16, 46
-"""Tokens of the tiny model's piece, and of its prompt; the other tokens are decoded."""
+"""Sizes of the proof in tokens: a piece that the tiny model is fed at a time, and its prompt; the
+remaining tokens are decoded.
+"""
 CHUNKS = (5, 16, 20, 33, 46)
-"""Ends of the prompt's chunks, as a scheduler might cut it."""
+"""Positions at which the proof's prompt is cut into chunks, as a scheduler might cut it."""
 BRANCH = 32
-"""Tokens of the prefix that another sequence shares, a whole number of pieces."""
+"""Length in tokens of the prefix that the proof's second sequence reuses from the first, a whole
+number of pieces.
+"""
 CONDITION, FLOOR = 4.0, 4e-6
 """Factors of the error bound: this many times the float32 error of eager code, but at least this
 share of the largest logit.

@@ -14,10 +14,12 @@ Values = dict[str, Any]
 
 TINY_VOCAB = 131
 MAX_WEIGHTS = 64_000_000
-"""Most weights of a model that a proof computes in float64."""
+"""Largest number of weights of a model for which a proof computes logits in float64."""
 WINDOW, CHUNK, NUM_LAYERS, NUM_EXPERTS, TOP_K = 11, 16, 3, 8, 3
 CHOSEN_TOKENS = 16
-"""Replacement for the number of tokens that attention with an index chooses."""
+"""Number of tokens that attention with an index chooses in the shrunk model, fewer than the proof
+has.
+"""
 MIN_WIDTH = 8
 INDEX_HEADS = 16
 """Heads of an index that chooses tokens; with fewer, scores behind a ReLU would tie at 0."""

@@ -46,10 +46,12 @@ from tandem.placement.rules import DEFAULT, Assignment, Rule, RuleTable, assign_
 __all__ = ["DefaultFormats", "Workload", "load_rules", "plan_modules"]
 
 Workload = Literal["serving", "training"]
-"""Set of built-in rules: operators for serving, or frozen weights with adapters for training."""
+"""Purpose that decides the built-in rules: ``serving`` (operators) or ``training`` (frozen weights
+with adapters).
+"""
 
 BUILT_IN = "built-in"
-"""Place name of rules that come from no user file."""
+"""Name reported as the origin of rules that come from the program and not from a user's file."""
 
 
 MULTIPLIED = (
@@ -64,10 +66,10 @@ MULTIPLIED = (
     FrozenLinearSpec,
     HeadSpec,
 )
-"""Specs of operators whose matrices take the weight format of linear modules."""
+"""Types of specs whose operators have matrices that take the weight format of linear modules."""
 GATED = (GatedDeltaSpec, KimiDeltaSpec, Mamba2Spec)
-"""Specs of operators with matrices that control a state's decay; these take the format of
-scores.
+"""Types of specs whose operators have matrices that control a state's decay; these matrices take
+the weight format of router scores.
 """
 
 

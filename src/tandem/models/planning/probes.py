@@ -44,8 +44,8 @@ __all__ = [
 
 PLAIN_NAMES = ("silu", "gelu", "gelu_tanh", "relu2")
 TOLERANCE = 1e-5
-"""Tolerance of comparisons: far above float32's rounding, far below the difference of two
-functions.
+"""Relative tolerance with which a probe compares a module's output with a candidate function: far
+above float32's rounding, far below the difference of two functions.
 """
 ROTARY_NAMES = ("rotary_emb", "pos_emb")
 SCALE_NAMES = ("routed_scaling_factor", "router_scaling_factor")

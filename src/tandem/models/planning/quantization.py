@@ -35,11 +35,12 @@ METHODS = {
 """Supported values of ``quant_method``, each with its supported variants."""
 
 BLOCK = 128
-"""Outputs and inputs that share a scale in our fp8 format."""
+"""Number of outputs, and of inputs, that share a scale in our fp8 weight format."""
 GROUPS = {4: (128, 64, 32), 8: (128, 64, 32, 16)}
 """Group sizes of our integer formats, by bits, largest first."""
 FP4_FORMATS = {16: "nvfp4", 32: "mxfp4"}
-"""Names of e2m1 formats by the number of inputs that share a scale."""
+"""Names of our formats with e2m1 codes (4-bit floats), by the number of inputs that share a scale.
+"""
 MAX_GROUP = 1 << 24
 MAX_PATTERN_CHARS = 300
 MAX_REPEATS = 3
@@ -67,7 +68,8 @@ class Scheme:
     output.
     """
     is_ordered: bool = False
-    """True if groups do not consist of consecutive inputs (act-order)."""
+    """True if the inputs of a group are listed one by one instead of being consecutive (act-order).
+    """
 
     def find_format(self, inputs: int) -> WeightFormat | None:
         """Return the weight format that can hold codes with ``inputs`` inputs; None if there is
@@ -125,7 +127,7 @@ class Quantization:
     notes: tuple[str, ...] = ()
     """Settings that are ignored, with the reason."""
     is_offset: bool = False
-    """True if GPTQ zero points are stored minus one."""
+    """True if the file stores GPTQ zero points minus one."""
 
     def find_scheme(self, module: str) -> Scheme | None:
         """Return the scheme of a module's weight; None: the module is not quantized.

@@ -76,7 +76,9 @@ OUTPUT_NAMES = ("o_proj", "out_proj")
 EXPERT_PARTS = ("gate_up_proj", "up_proj")
 """Names of the first parameter of experts: gate and up, or up alone."""
 STEP_PARTS = ("in_proj", "A_log", "dt_bias", "D", "num_heads")
-"""Attributes of a state space whose first projection also gives time steps."""
+"""Attributes by which a state-space mixer is recognised whose first projection also gives time
+steps (Mamba2).
+"""
 QK_NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 BASE_NAMES = {
     "embedding": ("embed_tokens", "embeddings"),

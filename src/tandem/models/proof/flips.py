@@ -54,7 +54,7 @@ KEPT = {
     "tie_word_embeddings": "says where the head's weights come from: loading shows it",
     "vocab_size": "has a row of the embedding and the head for each token: loading shows it",
 }
-"""Fields that are not changed, with the reason."""
+"""Configuration fields that the proof does not change, each with the reason."""
 UNSET = "is not set: a configuration that sets it has a proof of its own"
 NAMED = "is a name: a configuration with another has a proof of its own"
 NAMES = {

@@ -73,7 +73,7 @@ class _Call:
 
     given: Tensor
     others: tuple[Tensor, ...]
-    """Its other positional arguments."""
+    """Further positional arguments of the call, after the hidden states."""
     results: tuple[Tensor, ...]
 
     @property

@@ -39,8 +39,8 @@ FIRST_DECODED = 24
 NUM_SHARED = 21
 """Tokens that the second sequence reuses from the first: one block, and a part of the next."""
 SEEDS = (0, 1, 2)
-"""Several seeds, since a near tie of a router may fall differently in float32; a wrong model fails
-all.
+"""Seeds of the proof's attempts. A near tie of a router may fall differently in float32 with one
+seed; a wrong model fails with all.
 """
 
 

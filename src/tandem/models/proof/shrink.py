@@ -18,13 +18,16 @@ from tandem.models.loading.skeleton import build_skeleton
 __all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
 
 NUM_TOKENS = 52
-"""Tokens of a proof's sequence, more than a tiny model's windows and RoPE thresholds."""
+"""Tokens of the sequence that a proof computes, more than a tiny model's windows and RoPE
+thresholds.
+"""
 WINDOW = 11
 CHUNK = 13
 FLOOR_SCALE = 6
-"""Replacement for the position after which queries are scaled."""
+"""Position in tokens from which the tiny model scales queries, in place of the model's own."""
 TRAINED_CONTEXT = 24
-"""Replacement for the context length from which a RoPE's scaling starts."""
+"""Context length in tokens from which the tiny model's RoPE is scaled, in place of the model's own.
+"""
 MAX_LAYERS = 8
 
 HIDDEN, INTERMEDIATE, EXPERT_INTERMEDIATE, SHARED_INTERMEDIATE = 48, 72, 40, 56

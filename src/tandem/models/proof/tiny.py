@@ -30,7 +30,7 @@ MATRIX_GAIN, SCORE_GAIN = 1.3, 2.0
 them.
 """
 CONDITION = 4.0
-"""Factor by which a different order of sums may err more than eager's float32."""
+"""Factor on eager code's own float32 error, to allow for other orders of the same sums."""
 MAX_EAGER_EXCESS = 12.0
 VECTOR_SPREAD = 0.3
 """Spread of random vectors: norms about 1 (or 0 if the norm adds 1), biases about 0."""

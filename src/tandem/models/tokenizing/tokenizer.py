@@ -62,8 +62,8 @@ class Tokenizer:
         self._has_byte_fallback = "ByteFallback" in repr(backend.decoder)
         self._byte_of = _byte_alphabet()
         self.token_bytes = lru_cache(maxsize=2**18)(self._find_bytes)
-        """Function that returns a token id's bytes; in a vocabulary without bytes, the UTF-8 of its
-        text.
+        """Cached function that returns the bytes of a token id; in a vocabulary of texts, the UTF-8
+        of the token's text.
         """
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -24,7 +24,7 @@ __all__ = [
 DECAY = 0.99
 """Factor on an expert's earlier uses at each step of its layer; the weight halves in 69 steps."""
 PROTECTED_SHARE = 0.8
-"""Share of a segmented cache for experts that were used more than once."""
+"""Share of the slots, in a cache of two segments, for experts that were used more than once."""
 LARGEST_UNIT = 1e100
 NEVER = 1 << 62
 
@@ -251,7 +251,9 @@ class FrequencyPolicy(_SlotPolicy):
         assert 0 < decay <= 1, decay
         self._growth, self._unit = 1 / decay, 1.0
         self._scores: dict[int, float] = {}
-        """Counts in a unit that grows each step, instead of decaying all counts."""
+        """Score of each expert: its past uses with decaying weights. Scores are counted in a unit
+        that grows with each step, so that the step need not decay all of them.
+        """
 
     def _note_step(self, expert_ids: Sequence[int]) -> None:
         self._unit *= self._growth

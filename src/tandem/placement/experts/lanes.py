@@ -10,21 +10,26 @@ unused lane is tried, within a limited share of the time. Pure.
 __all__ = ["LaneSplit"]
 
 RECENT = 0.5
-"""Weight of a step's measured rate when it updates the known rate."""
+"""Weight of a step's measured rate when it updates the known rate of a lane (host or device)."""
 SUDDEN = 1.25
 """Ratio between a step's rate and the known one from which on the known rate is discarded."""
 MIN_GAIN = 0.04
 """Smallest predicted saving, as a share of a step's time, for which both lanes are used; smaller
 savings are within the error of predictions."""
 TRIAL_SHARE = 0.03
-"""Share of all steps' time that may be lost by trying an unused lane."""
+"""Largest share of all steps' time that may be spent on trying a lane (host or device) that is not
+in use.
+"""
 TRIAL_STEPS = 4
-"""Smallest number of steps before an unused lane is tried."""
+"""Smallest number of steps before a lane (host or device) that is not in use is tried again."""
 ALONE_STEPS = 12
-"""Smallest number of steps between two in which one lane gets all experts."""
+"""Smallest number of steps between two steps in which, as a trial, one lane (host or device) gets
+all experts.
+"""
 SMALL_SHARE = 0.3
-"""Largest share of the experts that the smaller lane may have for a step in which the other gets
-all; this bounds the time lost."""
+"""Largest share of the experts of the lane (host or device) that has fewer, up to which a trial
+step gives all experts to the other lane; this bounds the time that the trial loses.
+"""
 
 
 class LaneSplit:
@@ -114,9 +119,9 @@ class _Lane:
         self.alone_s = expert_s
         self.beside_s = expert_s
         self.num_unused = 0
-        """Number of steps since the lane was last used."""
+        """Number of steps since this lane last got any experts."""
         self.num_beside = ALONE_STEPS - TRIAL_STEPS
-        """Number of steps that used both lanes since this lane was last used alone."""
+        """Number of steps that used both lanes since this lane last got all experts."""
 
     def note(self, count: int, seconds: float, *, is_alone: bool) -> None:
         """Update the seconds per expert from the number of experts that the lane computed in a step

@@ -21,7 +21,9 @@ MAX_STAGED = 32
 """Largest number of places in the staging area: a prefill computes from one half while the other is
 read."""
 STAGED_SHARE = 0.1
-"""Largest share of the experts' memory that the staging area takes."""
+"""Largest share of the memory for experts that the staging area (places for experts that are not
+kept) takes.
+"""
 MIN_RIGHT = 0.6
 """Share of correct guesses needed before experts are read ahead. A right guess is read while the
 previous layer computes; a wrong one costs a disk read and evicts another expert.
@@ -29,7 +31,9 @@ previous layer computes; a wrong one costs a disk read and evicts another expert
 REMEMBERED = 0.97
 """Factor on earlier counts at each step, so that some tens of steps matter."""
 MIN_GUESSES = 32
-"""Number of guesses compared with choices before experts are first read ahead."""
+"""Number of guessed experts that must have been compared with the actual choices before experts are
+first read ahead.
+"""
 
 
 class ExpertSizes(NamedTuple):
@@ -116,7 +120,7 @@ class GuessGate:
 
     def __init__(self) -> None:
         self.num_guessed = 0.0
-        """Decayed number of guessed experts that had no slot."""
+        """Number of guessed experts that were in no slot, with older guesses counting less."""
         self.num_right = 0.0
 
     def note(self, guessed: Sequence[int], chosen: Sequence[int]) -> None:

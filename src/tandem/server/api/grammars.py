@@ -23,7 +23,7 @@ from tandem.models.tokenizing.tokenizer import Tokenizer
 __all__ = ["GrammarChecks", "ResponseForm", "join_grammars", "read_grammar", "write_literal"]
 
 _MAX_KNOWN = 256
-"""Number of grammars whose result of compilation is remembered."""
+"""Number of grammars for which it is remembered whether they compile."""
 
 
 class GrammarChecks:

@@ -16,7 +16,7 @@ from tandem.core.errors import NotFoundError
 __all__ = ["KeptResponse", "KeptResponses"]
 
 _OVERHEAD_BYTES = 1024
-"""Estimated bytes of a response beside its texts."""
+"""Estimated memory of a kept response beside its texts, in bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class _Conversation:
     def __init__(self, owner: bytes) -> None:
         self.owner = owner
         self.ids: set[str] = set()
-        """Ids of its responses that were not deleted."""
+        """Ids of the conversation's responses that were not deleted."""
         self.size_bytes = 0
         self.used_s = 0.0
 
@@ -74,7 +74,7 @@ class _Shelf:
     def __init__(self) -> None:
         self.responses: dict[str, KeptResponse] = {}
         self.conversations: OrderedDict[_Conversation, None] = OrderedDict()
-        """Conversations in order of use, least recently used first."""
+        """Conversations of the client in the order of their last use, least recently used first."""
         self.size_bytes = 0
 
 

@@ -14,7 +14,7 @@ __all__ = ["record_traffic"]
 _decoder = msgspec.json.Decoder(RecordTraffic)
 _encode = msgspec.json.Encoder().encode
 _TOKEN_BYTES = 8
-"""Cost of hashing a token, in bytes of body that take as long."""
+"""Cost of hashing one token, expressed as the number of body bytes whose handling takes as long."""
 
 
 async def record_traffic(context: ServerContext, http: Request) -> Response:

@@ -41,7 +41,7 @@ _decoder = msgspec.json.Decoder(BatchRequest)
 _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_FIELDS = 16
 _FORM_BYTES = 1 << 16
-"""Largest number of bytes of an upload's form beside its file."""
+"""Largest size in bytes of an upload's multipart form beside the file in it."""
 _MAX_LISTED = 100
 
 

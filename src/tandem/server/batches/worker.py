@@ -32,7 +32,7 @@ __all__ = ["BatchAnswer", "BatchWorker", "now_s", "work_on_batches"]
 _logger = logging.getLogger(__name__)
 
 MAX_LINES = 50_000
-"""Largest number of requests in a batch, as at OpenAI; their ids are held in memory."""
+"""Largest number of requests in a batch, as at OpenAI; the server keeps their ids in memory."""
 LAST_PRIORITY = 2**31 - 1
 _RETRY_S = 1.0
 """Seconds before a request that was refused for lack of room or instances is sent again."""

@@ -66,7 +66,7 @@ class _Caching:
     """The wish of a request's last ``cache_control``, and the prompt before it."""
 
     num_tokens: int = 0
-    """Number of prompt tokens before it."""
+    """Number of prompt tokens before the latest ``cache_control`` mark of the client."""
     control: CacheControl | None = None
 
     @property

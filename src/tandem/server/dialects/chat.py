@@ -64,7 +64,9 @@ class _Answer(OpenAIAnswer[ChatRequest]):
     choices: list[ChatChoice]
     """Choices by index, filled by ``add``."""
     has_role: list[bool]
-    """By choice: True once a chunk with the role was sent."""
+    """For each choice: True once a chunk with the role "assistant" was sent, as only the first
+    chunk of a choice has it.
+    """
     num_calls: list[int]
     """By choice: number of tool calls that have begun."""
 

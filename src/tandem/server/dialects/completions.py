@@ -47,7 +47,9 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
     """The renderer of completions, which tracks the length of each choice's text."""
 
     echoes: list[str] | None
-    """Texts of the prompts, if they are to be repeated before the answers; otherwise None."""
+    """Texts of the prompts, if the client asked (``echo``) that they be repeated before the
+    answers; otherwise None.
+    """
     choices: list[CompletionChoice]
     """Choices by index, filled by ``add``."""
     offsets: list[int]

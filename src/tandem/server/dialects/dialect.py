@@ -33,7 +33,7 @@ class Body(Protocol):
     """The fields of a request's body that are needed before it is planned (see ``Task``)."""
 
     timeout: float | None
-    """Time limit in seconds that the client sets; None: the server's."""
+    """Time limit in seconds that the client sets for the request; None: the server's own limit."""
 
 
 R = TypeVar("R", bound=Body)
@@ -47,7 +47,9 @@ class Renderer(Protocol):
     """
 
     is_cumulative: bool
-    """True if each event holds the whole text so far."""
+    """True if each event of the stream has the whole text so far, as at SGLang, and not only what
+    is new.
+    """
 
     def measure(self, generation: Generation, piece: Piece) -> int:
         """Return about how many bytes of the answer a piece (new output of a generation) takes."""
@@ -75,12 +77,16 @@ class Task:
     """The work that a request asks for: the generations to run, and the renderer of the answer."""
 
     plans: list[ChoicePlan]
-    """Generations to run; empty if the renderer's document without generations is the answer."""
+    """Generations to run. Empty if the answer needs none, such as one to an empty prompt at Ollama;
+    then the renderer's document is the answer as it is.
+    """
     options: RequestOptions
     renderer: Renderer
     is_stream: bool
     frame_error: WriteError | None = None
-    """Encodes an error as an event of this stream; None: the dialect's function does."""
+    """Function that encodes an error as an event of this stream; None: the API's general function
+    does.
+    """
 
 
 @dataclass(frozen=True, slots=True)

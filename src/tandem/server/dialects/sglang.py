@@ -66,7 +66,9 @@ class _Progress:
     rid: str
     wants_logprobs: bool
     first_logprob: int
-    """Position in the prompt from which on log-probabilities were asked for; -1: none."""
+    """Position in the prompt from which log-probabilities of prompt tokens were asked for; -1: none
+    were.
+    """
     has_texts: bool
     text: str = ""
     ids: list[int] = field(default_factory=list)
@@ -80,7 +82,7 @@ class _Answer:
 
     context: ServerContext
     progress: Sequence[_Progress]
-    """Output so far by index of the generation."""
+    """Output so far of each generation, by its index."""
     is_list: bool
     """True if the client sent a list of prompts."""
     is_cumulative: bool = True

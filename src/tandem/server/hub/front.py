@@ -24,7 +24,9 @@ __all__ = ["ModelFront"]
 
 MODEL_PATH = "/v1/models/"
 SMALL_BODY = 1 << 16
-"""Size in bytes of a body that is searched for the model's name on the event loop."""
+"""Size in bytes up to which a request's body is searched for the model's name on the event loop; a
+larger one is searched on a thread.
+"""
 
 
 class _Named(msgspec.Struct):

@@ -62,7 +62,9 @@ class HostedModel:
     """True if it is never put to sleep to make room for another."""
     state: State = "new"
     num_entering: int = 0
-    """Number of requests that have passed the gate and are not submitted yet."""
+    """Number of requests for which the model was kept or made awake and which were not submitted to
+    its engine yet.
+    """
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Event that is set, and replaced by a new one, whenever the state changes."""
 
@@ -91,9 +93,11 @@ class ModelHub:
         self.models = dict(models)
         self.residency = residency
         self._waking = asyncio.Lock()
-        """Lock of waking; it is fair, so models wake in the order of asking."""
+        """Lock that is held while a model is woken; it is fair, so models wake in the order of
+        being asked for.
+        """
         self._wakes: dict[str, asyncio.Task[None]] = {}
-        """Tasks that wake a model or wait for their turn, by the model's name."""
+        """Tasks that wake a model or wait for their turn to do so, by the model's name."""
 
     def make_loader(self, name: str) -> Callable[[], Awaitable[None]]:
         """Return a function that loads a model if it was never loaded, so that its requests can be

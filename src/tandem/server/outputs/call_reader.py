@@ -36,7 +36,9 @@ class CallReader:
         self.tools = tools
         self.num_calls = 0
         self.left = ""
-        """Text after a call that belongs to none; the parser treats it as text of the answer."""
+        """Text after a tool call that belongs to no call; the parser treats it as text of the
+        answer.
+        """
         self._emit = emit
 
     def start(self, name: str, call_id: str | None = None) -> None:

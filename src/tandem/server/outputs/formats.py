@@ -15,7 +15,9 @@ from tandem.server.outputs.source import Reading
 __all__ = ["FORMATS", "OutputFormat", "detect_format", "read_more_llama"]
 
 CallSyntax = Callable[[CallReader], Reading[bool]]
-"""Parser of a call after its mark; it returns False, with nothing emitted, if there is no call."""
+"""Parser of a tool call after the mark that begins it; it returns False, with nothing emitted, if
+the text is no call.
+"""
 
 
 @dataclass(frozen=True, slots=True)

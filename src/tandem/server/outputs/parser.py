@@ -21,7 +21,9 @@ class _Passage:
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
         self._is_at_mark = False
-        """True if no text has come since a mark, so that white space is dropped."""
+        """True if no text has come since the mark that began the passage, so that leading white
+        space is dropped.
+        """
         self._held = ""
 
     def add(self, text: str) -> None:

@@ -13,7 +13,9 @@ __all__ = ["Reading", "TextSource"]
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""Generator that yields when it needs more text, and returns what it has read."""
+"""Generator that yields when it needs more text to arrive, and returns the result of its reading
+(such as an answer's part).
+"""
 
 
 class TextSource:

@@ -13,7 +13,9 @@ from typing import Any
 __all__ = ["WRITTEN_CALLS", "WrittenCalls", "write_calls"]
 
 Literal = Callable[[str], str]
-"""Function that writes a text as a sequence of Lark terminals, with special tokens by their ids."""
+"""Function that writes a text as a sequence of terminals of a Lark grammar, with special tokens by
+their ids.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ WRITTEN_CALLS: Mapping[str, WrittenCalls] = {
         "final: «<|channel|>final<|message|>» /(.|\\n)*/",
     ),
 }
-"""Texts around calls by name of the format in ``FORMATS``."""
+"""Texts around tool calls that each output format writes, by the format's name in ``FORMATS``."""
 
 
 def write_calls(

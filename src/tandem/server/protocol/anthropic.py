@@ -87,7 +87,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None
-    """The request to keep the whole prompt in the cache."""
+    """Mark that asks to keep the whole prompt in the cache."""
     timeout: fields.Timeout | None = None
     """Time limit in seconds; an extension."""
 

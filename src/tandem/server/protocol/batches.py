@@ -59,7 +59,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     input_file_id: fields.Name
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,3}[mhd]$")] = "24h"
-    """Time within which it should complete; OpenAI allows only "24h"."""
+    """Time within which the batch should complete, such as "30m"; OpenAI allows only "24h"."""
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
 
 

@@ -21,9 +21,9 @@ class HostedModelStatus(msgspec.Struct, kw_only=True):
     name: str
     state: Literal["new", "waking", "awake", "draining", "asleep", "evicted"]
     need_bytes: int
-    """Bytes of memory that it needs while awake."""
+    """Bytes of memory that the model needs while awake."""
     num_live: int
-    """Number of requests that have not ended."""
+    """Number of the model's requests that have not ended."""
     is_pinned: bool
 
 
@@ -32,4 +32,4 @@ class HostedModels(msgspec.Struct, kw_only=True):
 
     models: list[HostedModelStatus]
     used_bytes: int
-    """Bytes of memory that awake models need."""
+    """Bytes of memory that all awake models need together."""

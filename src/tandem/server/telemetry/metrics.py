@@ -399,10 +399,10 @@ class RequestTimer:
         self._first_s: float | None = None
         self._last_s: float | None = None
         self.end_s: float | None = None
-        """Seconds from arrival to the end; None while it runs."""
+        """Seconds from the request's arrival to its end; None while it runs."""
         self.reason: str | None = None
         self.num_tokens = 0
-        """Number of generated tokens, set at the end."""
+        """Number of tokens generated for the request, set when it ends."""
 
     @property
     def elapsed_s(self) -> float:

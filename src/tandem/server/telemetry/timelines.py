@@ -63,7 +63,9 @@ class ChoiceRecord:
     timer: RequestTimer
     prompt_tokens: int
     head: bytes
-    """Digest of the first block of the prompt; empty if the prompt is shorter."""
+    """Digest of the first KV block of the prompt, by which prompts with equal beginnings are found;
+    empty if the prompt is shorter.
+    """
 
     def describe(self, index: int, submitted_s: float) -> ChoiceTimeline:
         """Return the server's part of the generation's timeline."""
@@ -88,7 +90,7 @@ class RequestRecord:
     origin: Origin
     identity: SharingIdentity
     submitted_s: float
-    """Seconds from arrival until its prompts were encoded and sent to an instance."""
+    """Seconds from the request's arrival until its prompts were encoded and sent to an instance."""
     choices: list[ChoiceRecord]
 
     def refuse(self, reason: str, now_s: float) -> None:

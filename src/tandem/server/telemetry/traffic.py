@@ -32,7 +32,7 @@ class EndedRequest(NamedTuple):
     prompt_ids: Sequence[int]
     output_length: int
     realm: str
-    """Adapter and cache salt; prompts of different realms share no KV."""
+    """LoRA adapter and cache salt of the request; prompts of different realms share no KV."""
 
 
 @dataclass(eq=False)

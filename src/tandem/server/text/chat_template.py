@@ -45,13 +45,13 @@ class ChatTemplate:
         clock: Clock | None = None,
     ) -> None:
         self.source = source
-        """Text of the template."""
+        """Text of the chat template (Jinja)."""
         self._variables = variables
         self._timeout_s = timeout_s
         self._max_chars = max_chars
         self._clock = clock if clock is not None else MonotonicClock()
         self._lock = threading.Lock()
-        """Lock of the sets of workers."""
+        """Lock of the sets of idle and busy worker processes."""
         self._workers: set[subprocess.Popen[bytes]] = set()
         self._idle: list[subprocess.Popen[bytes]] = []
 

@@ -76,7 +76,9 @@ class StopMatcher:
         self._state = 0
         self._held = ""
         self.matched: str | None = None
-        """Stop string that was found, after which all text is ignored; None: none yet."""
+        """Stop string that was found, after which all further text is ignored; None: none was found
+        yet.
+        """
 
     def feed(self, text: str) -> str:
         """Add text; return the part that certainly belongs to the answer, because no stop string

@@ -31,7 +31,7 @@ LARGE_COST = 1 << 17
 """Cost in bytes from which a job may take tenths of a second; one thread is kept for smaller
 jobs."""
 _JOB_COST = 1 << 8
-"""Fixed cost of a job, in bytes."""
+"""Fixed cost of each job, in bytes, in addition to the bytes that it handles."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,9 @@ class WorkThreads:
         self._num_free_large = max(num_threads - 1, 1)
         self._queues: dict[str, _Queue] = {}
         self._clock = 0.0
-        """Tag (fair-queueing cost) of the job begun last."""
+        """Tag of the job begun last. A tag is the sum of costs at which a job is due, by which
+        clients get equal shares (fair queueing).
+        """
 
     async def run(self, function: Callable[[*_Ts], _T], cost: int, *args: *_Ts) -> _T:
         """Run ``function`` on a thread and return its result.

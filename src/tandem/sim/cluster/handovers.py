@@ -46,7 +46,9 @@ class Source(Protocol):
     scheduler: Scheduler
     egress: Link
     readers: dict[str, "HandOver"]
-    """Hand-overs that read this instance's blocks, by id of the prefilling request."""
+    """Hand-overs (moves of a prompt's KV) that read this instance's blocks, by id of the prefilling
+    request.
+    """
 
 
 class HandOver:

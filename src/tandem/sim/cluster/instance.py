@@ -75,9 +75,9 @@ class _Leg:
     put: Put
     seed: int
     tokens: tuple[int, ...]
-    """The single token that every sample of this request is."""
+    """The token that every sample of this request is, as a tuple of one."""
     num_given: int = 0
-    """Number of samples already reported to ``put``."""
+    """Number of sampled tokens that were already reported to ``put``, the callback for outputs."""
     num_sampled: int = 0
 
 
@@ -131,7 +131,9 @@ class SimInstance:
         self._reading: dict[str, HandOver] = {}
         """Hand-overs that write into blocks of this instance, by the id of the request here."""
         self.is_load_new = True
-        """True if the load may have changed since a reader last set this to False."""
+        """True if the instance's load may have changed since it was last read; the reader sets this
+        to False.
+        """
         self._is_running = False
         self._is_called = False
         self._wake_s = math.inf

@@ -36,8 +36,8 @@ class Transfer:
     since_s: float = 0.0
     """Time at which ``left_bytes`` was last updated."""
     version: int = 0
-    """Number of the last change of rate; events of the transfer's end with a lower number are
-    obsolete.
+    """Number of the transfer's last change of rate. An event for its end that was scheduled at an
+    earlier rate has a lower number and is ignored.
     """
 
 

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 FIRST_OUTPUT_ID = 1 << 30
-"""Token ids of answers begin here, above all hash ids."""
+"""First token id used for simulated answers, above all hash ids, which prompts use."""
 
 
 def make_tokens(row: TraceRow, block_tokens: int = BLOCK_TOKENS) -> list[int]:

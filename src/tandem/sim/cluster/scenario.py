@@ -146,7 +146,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     slo: Objectives = Objectives()
     load: Load = Load()
     request_ms: NonNegative = 0.0
-    """Milliseconds of a request outside of its steps: work of the server and messages."""
+    """Milliseconds that a request takes outside of its steps, for the server's work and messages.
+    """
     timeout_s: Positive | None = None
     """Longest time of a request in seconds; None for no limit."""
 

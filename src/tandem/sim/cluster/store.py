@@ -32,11 +32,13 @@ class StoreSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     tokens: Annotated[int, Meta(ge=1)]
     """Tokens of KV in the segment of each instance."""
     scope: Literal["global", "local"] = "global"
-    """With ``local``, an instance finds only the blocks in its own segment."""
+    """Blocks that an instance finds: with ``global``, those of all instances' segments; with
+    ``local``, those in its own segment only.
+    """
     bus_gb_per_s: Annotated[float, Meta(gt=0)] = 100.0
     """GB/s between a machine's memory and its accelerators, in each direction."""
     tiers: TierConfig = TierConfig()
-    """The settings ``tiers`` of a server."""
+    """Settings of the KV tiers (when to store and load), the same as ``tiers`` of a server."""
 
 
 @dataclass(eq=False)

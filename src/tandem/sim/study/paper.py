@@ -101,9 +101,9 @@ class PaperFit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     path: str
-    """Path of the field, in all systems."""
+    """Path of the fitted scenario field, the same in all systems."""
     value: float
-    """Fitted value, found by ``tandem sim paper --fit``."""
+    """Fitted value of that field, found by ``tandem sim paper --fit``."""
     tried: tuple[float, ...]
     table: str
     row: str

@@ -28,8 +28,8 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     key: str
-    """Digest of the run's whole scenario, so that results of another scenario are not taken for
-    this one.
+    """Digest of the whole scenario of the run, by which a stored result is matched: results of
+    another scenario are not taken for this one.
     """
     values: dict[str, Any]
     report: dict[str, Any] = {}

@@ -35,7 +35,7 @@ __all__ = [
 
 TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 ALL_ITEMS = 1 << 40
-"""Number of items that stands for all."""
+"""Value of a number of items that means all items of an array."""
 
 Value: TypeAlias = tuple[str, Any]
 """A hashable JSON value; equal JSON values are equal in Python: 1 and 1.0, but not 1 and true."""
@@ -237,9 +237,13 @@ class Seen:
     """
 
     num_items: int = 0
-    """Number of leading items that are evaluated."""
+    """Number of leading array items that a keyword has evaluated, in the sense of JSON Schema's
+    ``unevaluatedItems``.
+    """
     items: tuple[Formula, ...] = ()
-    """Formulas; an item that satisfies one of them is evaluated, at any position."""
+    """Formulas (conditions on a value); an array item that satisfies one of them counts as
+    evaluated, at any position.
+    """
     names: tuple[str, ...] = ()
     patterns: tuple[str, ...] = ()
     has_all_properties: bool = False
@@ -265,7 +269,7 @@ class Alternative:
 
     types: frozenset[str] = TYPES
     values: tuple[Value, ...] | None = None
-    """All allowed values; None: any."""
+    """All values that are allowed, if they are listed; None: any value."""
     excluded: tuple[Value, ...] = ()
     """Numbers, strings and booleans that are not allowed."""
     numbers: Numbers = Numbers()
@@ -277,7 +281,7 @@ class Alternative:
     properties: tuple[ObjectLayer, ...] = ()
     required: tuple[str, ...] = ()
     names: tuple[Formula, ...] = ()
-    """Formulas that the name of each property satisfies."""
+    """Formulas (conditions) that the name of each of the object's properties must satisfy."""
     num_properties: Sizes = Sizes()
     seen: Seen = field(default=NOTHING_SEEN)
 

@@ -35,7 +35,9 @@ class References:
     def __init__(self, document: Any) -> None:
         self._document = document
         self._bases: dict[Path, str] = {}
-        """URI of the resource of each schema that has an ``$id``, and of the root, by path."""
+        """Base URI of each schema that has an ``$id``, and of the root, by its path in the
+        document.
+        """
         self._resources: dict[str, Path] = {}
         self._anchors: dict[tuple[str, str], Path] = {}
         self._dynamic: dict[tuple[str, str], Path] = {}

@@ -40,7 +40,9 @@ __all__ = ["Solver"]
 
 MAX_ALTERNATIVES = 128
 MAX_STEPS = 50_000
-"""Most alternatives that are merged, settled and tested: about a second of work."""
+"""Largest number of alternatives that are merged, settled and tested while one schema is rewritten:
+about a second of work.
+"""
 ANY = Alternative()
 KEYWORDS = frozenset(
     """type const enum minimum maximum exclusiveMinimum exclusiveMaximum multipleOf minLength
@@ -70,7 +72,9 @@ class Solver:
         self._known: dict[tuple[Formula, bool], Alternatives] = {}
         self._settled: dict[Formula, Alternatives] = {}
         self._narrowed: dict[tuple[Formula, bool], str] = {}
-        """Formulas with alternatives that were left out, and the keyword for each."""
+        """Formulas for which some alternatives were left out, so that fewer values are allowed,
+        with the keyword responsible.
+        """
         self._working: list[tuple[Formula, bool]] = []
         self._settling: set[Formula] = set()
         self._steps_left = MAX_STEPS

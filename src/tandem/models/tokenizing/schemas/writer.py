@@ -34,7 +34,9 @@ FORMATS = frozenset(
         *("ipv4", "ipv6", "uuid", "uri"),
     }
 )
-"""Formats that a grammar enforces; in the draft all formats are annotations."""
+"""Values of JSON Schema's ``format`` that a grammar enforces; by the standard, every ``format`` is
+only an annotation.
+"""
 MAX_PLACES = 12
 """Number of leading items among which the matches of ``contains`` are placed."""
 MAX_CHOICES = 64

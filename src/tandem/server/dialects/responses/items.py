@@ -63,7 +63,9 @@ class _Turns:
     def __init__(self) -> None:
         self.messages: list[oai.InputMessage] = []
         self._turn: oai.InputMessage | None = None
-        """Message of the model to which further items may be added; None: there is none."""
+        """The model's message to which further items (text, reasoning, tool calls) may be added;
+        None: none is open.
+        """
 
     def add(self, item: InputItem, place: str) -> None:
         """Add an item of the conversation; ``place`` is its path in the body, for errors."""

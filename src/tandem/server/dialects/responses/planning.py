@@ -37,7 +37,7 @@ _FIELDS = {
     "response_format.json_schema.schema": "text.format.schema",
     "max_completion_tokens": "max_output_tokens",
 }
-"""Names in this API of fields of chat completions, for errors."""
+"""Names in the Responses API of fields of chat completions, to name the right field in errors."""
 _encode = msgspec.json.Encoder().encode
 _decode_messages = msgspec.json.Decoder(list[oai.InputMessage]).decode
 

@@ -42,7 +42,7 @@ __all__ = [
 
 _encode = msgspec.json.Encoder().encode
 _GROUP = 64
-"""Number of prompts of one request that are in the engine at a time."""
+"""Largest number of prompts of one request that are submitted to the engine at a time."""
 _MAX_PROMPTS = 2048
 """Largest number of prompts of one request, as at OpenAI."""
 _NUMBER_BYTES = 12
@@ -74,7 +74,7 @@ class VectorTask:
     options: RequestOptions
     model: ServedModel
     make_document: Callable[[Sequence[PooledPrompt], float], object]
-    """Makes the answer from the vectors and the seconds that they took."""
+    """Function that makes the answer from the prompts' vectors and the seconds that they took."""
 
 
 async def answer_vectors(
