@@ -4,9 +4,9 @@ length.
 With ``--trace``, cases of ``conductor_live.py`` also measure what policies and admission gain on
 running instances.
 
-The prompt has 514 blocks. Every instance has its first 64 cached, and one instance in twenty the
-next 400. CPU time of the process is measured, so other load on the machine does not count; the
-prompts' block keys are computed before.
+The prompt has 514 KV blocks. Every instance has cached the first 64 of them, and one instance in
+twenty the next 400 too. CPU time of the process is measured, so other load on the machine does not
+count; the prompts' block keys are computed before.
 """
 
 import random

@@ -1,9 +1,9 @@
 """The live half of ``tandem bench conductor``: policies and admission under a slice of a trace.
 
-A launcher owns four instances of a small random model; for each policy a server of its own is
-started before them, and ``tandem bench serve`` replays the slice against it. The slice has whole
-conversations, lengths divided by 16. Before anything counts, prefill must be most of the time to
-the first token of single requests. Then:
+A launcher process owns four engine instances of a small random model; for each policy a server of
+its own is started before them, and ``tandem bench serve`` replays the slice against it. The slice
+has whole conversations, lengths divided by 16. Before anything counts, prefill must be most of the
+time to the first token of single requests. Then:
 
 - ``case=policy``: at 0.8 of the rate at which the cluster serves the slice when all of it is sent
   at once, each policy in turn, from empty caches and an untaught conductor that has seen the same

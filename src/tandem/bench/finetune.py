@@ -3,9 +3,9 @@
 Layers of a known shape with random weights in bf16, written to a temporary checkpoint. A step is
 forward, backward and AdamW on rank-8 adapters of the attention. Ours and each experts
 implementation of transformers run in a process of their own and take turns; the fastest one is the
-rival. The check is that the losses of the first step agree. Memory is each process's peak in steps
-beyond the libraries', in a case of its own; that of loading, with the pages of the mapped
-checkpoint, is another.
+rival. The check is that the losses of the first step agree. Further cases compare memory: the peak
+of each process during steps, less the memory of its libraries; and the peak while loading, with the
+pages of the mapped checkpoint.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """The check for optional packages that a command needs.
 
-Every command imports this module, so it imports the configuration only when needed.
+Every command imports this module, so this module imports the configuration only when needed.
 """
 
 import re

@@ -1,9 +1,10 @@
 """Ctrl-C ends a command within a second: one line on standard error, status 130, no traceback.
 
 Python raises KeyboardInterrupt in the main thread when that next runs Python code, and ``finally``
-blocks and contexts clean up. They have ``GRACE_S`` for it. Then a thread ends the process; it hears
-of the signal even while the main thread computes in native code. During an import the process ends
-at once. Child processes end by themselves when their standard input or their parent does.
+blocks and contexts clean up. They have ``GRACE_S`` seconds for it. Then a second thread ends the
+process; that thread is told of the signal even while the main thread computes in native code.
+During an import the process ends at once. Child processes end by themselves when their standard
+input or their parent does.
 """
 
 import contextlib

@@ -1,8 +1,9 @@
 """Flags of SGLang's and KTransformers' launch commands, which ``tandem serve`` accepts too.
 
-Each flag is either mapped to a setting; or settled, if what it asks for is always so here, which is
-printed; or refused, with the reason and the setting to use instead. None is ignored silently. They
-are not in ``--help``, because who uses them has them from an existing command.
+Each flag is in one of three classes. A mapped flag sets one of our settings; a settled flag asks
+for what Tandem always does, so only a note is printed; a refused flag is an error with the reason
+and the setting to use instead. None is ignored silently. The flags are not in ``--help``: they are
+for commands that were written for those programs.
 """
 
 import inspect

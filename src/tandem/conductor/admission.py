@@ -1,11 +1,11 @@
 """Admission: it rejects requests whose latency objectives are predicted to be missed. Pure.
 
 Mode ``early`` compares the predicted time to first token, and the present time between tokens, with
-the request's objectives. Its view of decoding is out of date by the time of one prefill: while
-prompts are computed, decode instances look idle, so that too many requests are accepted, and then
-all are rejected. Mode ``predicted`` uses the number of decodes at the time of the request's own
-first token: those whose first token is predicted before that, minus those that will have decoded
-for the mean decoding time (Mooncake, arXiv 2407.00079v3, section 7).
+the request's objectives. This mode sees the load of decoding as it is before the request's own
+prefill: while prompts are computed, decode instances look idle, so that too many requests are
+accepted, and then all are rejected. Mode ``predicted`` uses the number of decodes at the time of
+the request's own first token: those whose first token is predicted before that, minus those that
+will have decoded for the mean decoding time (Mooncake, arXiv 2407.00079v3, section 7).
 
 An accepted request is a promise, so predictions are multiplied by a margin, by which real times
 have lately exceeded them. A request is also rejected if requests accepted before it would miss

@@ -1,7 +1,8 @@
 """The prefix directory: which instances have which KV blocks, by block key.
 
-A key is a chained hash cut to 64 bits, so it stands for a block and all before it: an instance that
-has a block of a chain is assumed to have those before it. So ``match`` looks up O(log(length)) keys
+A key is a chained hash cut to 64 bits, so it stands for a block and all blocks before it in the
+prompt: an instance that has a block of a chain is assumed to have those before it. So ``match``
+looks up O(log(length)) keys
 for each different prefix length. The directory need not be exact: a missing or stale entry gives a
 wrong prefix length, so that a request computes more than necessary; nothing else depends on it.
 

@@ -1,8 +1,8 @@
 """A journal of all calls of a conductor, with their arguments and results, as lines of JSON.
 
 A conductor is pure, so replaying its journal into a new one gives the same decisions, in the
-simulator or elsewhere. A replay with another policy shows where that would have sent each request.
-The journal has names, lengths, loads and truncated hashes, but no tokens.
+simulator or elsewhere. A replay with another policy shows where that policy would have sent each
+request. The journal has names, lengths, loads and truncated hashes, but no tokens.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator

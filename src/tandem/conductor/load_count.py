@@ -1,9 +1,10 @@
 """The load of an instance, also between its reports. Pure; used on one event loop.
 
-An instance sends its load with its outputs, and by itself if there are none. Requests that a server
-sends are numbered. A report names the highest number that it includes, and those up to it that it
-does not include yet. ``LoadCount`` adds the requests that the latest report does not include. So
-each request counts exactly once, in whatever order reports and replies arrive.
+An instance sends its load to the server along with its outputs, or in a message of its own if there
+are no outputs. Requests that a server sends are numbered. A report names the highest number that it
+includes, and those up to it that it does not include yet. ``LoadCount`` adds the requests that the
+latest report does not include. So each request counts exactly once, in whatever order reports and
+replies arrive.
 
 Reports also carry the instance's steps and changes of its blocks, which are passed to a listener.
 """

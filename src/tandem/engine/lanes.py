@@ -1,4 +1,5 @@
-"""Routed experts in host memory beside a device: which are uploaded, kept there, or streamed.
+"""The plan for routed experts in host memory beside a GPU: how many are uploaded to it per step,
+kept in its memory, or streamed through it.
 
 A GPU's speed is not measured yet, so the plan uses that of a known machine. Decodes measure their
 own speeds from the first step on.

@@ -2,8 +2,8 @@
 explain``.
 
 A live request has a record of counters. When it ends, the record becomes a message in a ring of
-those that ended last. Nothing here decides anything; a token costs two additions. Time is an
-argument.
+those that ended last. Nothing here decides anything; recording costs two additions per token. Time
+is an argument.
 """
 
 from collections import OrderedDict

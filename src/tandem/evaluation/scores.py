@@ -1,7 +1,7 @@
 """Scores of labelled tokens, computed from log-probabilities of the whole vocabulary.
 
-Log-probabilities of the reference are kept in a file that is deleted when the program ends: those
-of a few thousand tokens exceed memory.
+Log-probabilities of the reference are kept in a file that is deleted when the program ends: the
+log-probabilities of a few thousand tokens would not fit in memory.
 """
 
 import math

@@ -1,4 +1,6 @@
-"""Activation functions between gate, up and down of an MLP or expert. Shapes: F intermediate."""
+"""Activation functions of an MLP or expert, which combine the outputs of its gate and up
+projections. Shapes: F intermediate.
+"""
 
 import torch
 from torch import Tensor

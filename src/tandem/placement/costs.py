@@ -2,8 +2,8 @@
 
 The time of a class is the larger of its bytes over the bandwidth and its operations over the peak,
 each peak times an efficiency. Five efficiencies are fitted to three published rows chosen
-beforehand (``fitting.py``); the others are given, with their sources. No row has a parameter of its
-own.
+beforehand (``fitting.py``); the others are given, with their sources. No published row has a
+parameter of its own.
 """
 
 from typing import Annotated, Literal

@@ -1,7 +1,7 @@
 """The client of a request: the name by which clients get shares of the server's work.
 
-It is the API key or, on a server without keys, the address. Behind a proxy without keys, all
-requests are of one client.
+A client is named by its API key or, on a server without keys, by its IP address. Without keys, all
+requests that come through one proxy count as one client.
 """
 
 from contextvars import ContextVar

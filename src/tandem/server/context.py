@@ -338,8 +338,8 @@ class ServerContext:
             return await run_while_connected(http.receive, running)
 
     async def shape(self, size_bytes: int, work: Callable[[], _T]) -> _T:
-        """Run a function that makes an answer: on the worker threads if the answer is long, else
-        here.
+        """Run a function that makes an answer: on the worker threads if the answer is long,
+        otherwise at once on the event loop.
 
         Args:
             size_bytes: estimated size of the answer.

@@ -1,7 +1,8 @@
 """The terms on which requests are served: latency objectives, priority and share.
 
-Each objective is taken from the first of these that has it: the request's headers, the key's line
-in the key file, the model's entry of ``server.slo``, the entry without a model. Pure.
+Each latency objective is taken from the first of these that states it: the request's headers, the
+line of its API key in the key file, the model's entry in the setting ``server.slo``, the entry
+there without a model. Pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,6 @@
-"""Lanes of ``tandem.rpc`` on the transfer engine: requests travel as calls between engines."""
+"""Lanes of ``tandem.rpc`` (channels for its calls beside the sockets), on the transfer engine:
+requests travel as calls between engines.
+"""
 
 import asyncio
 import contextlib

@@ -1,6 +1,7 @@
 """Measurement of the path to a segment: round-trip times and throughput of each transport.
 
-Only reads, into memory of its own, so that measuring does not change a peer that serves others.
+Measuring only reads the peer's memory, into memory of its own, so it does not change a peer that
+serves others.
 """
 
 import time

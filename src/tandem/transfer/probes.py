@@ -1,4 +1,5 @@
-"""Detection of the transports on this host: each known one, with the reason if it is missing.
+"""Detection of the transports (ways to move bytes, such as RDMA) on this host: each known
+transport, with the reason if it is missing.
 
 ``present`` means that Tandem uses it here; ``absent`` that the host lacks it; ``unsupported`` that
 the host has it and this version of Tandem does not use it.

@@ -3,9 +3,9 @@
 Convolution, gates, recurrence and gated norm of the shapes of known models, bfloat16 rows. The
 rival is transformers' own formula in torch (in chunks for a prompt, token by token for a decode),
 on one thread or as many as ours, whichever is faster. The ceiling is the slower of moving the
-states once each way and four float32 operations an element of the state and token, in registers.
-The time of the same layer's projections, packed as int8g128, is reported too: the rest of the layer
-should be short compared with them.
+states once each way and doing four float32 operations per element of the state and token, in
+registers. The time of the same layer's projections, packed as int8g128, is reported too: the rest
+of the layer should be short compared with them.
 
 A decode takes sequences' states from memory: as many layers in turn as leave no cache warm.
 """

@@ -1,4 +1,5 @@
-"""`tandem bench hybrid`: experts of the host beside a device, against other places of them.
+"""`tandem bench hybrid`: routed experts computed on the host and the rest on a device, against
+experts placed elsewhere.
 
 Layers of Qwen3-30B-A3B's and Qwen3.6-35B-A3B's shapes with random weights: products as large as
 their attention, a router, shared experts where there are such, all in bfloat16 on the device, and

@@ -1,10 +1,10 @@
 """`tandem bench sampling`: choosing tokens from logits, against torch and against reading the
 logits.
 
-Gaussian logits of a large vocabulary, in cache as they are after the head has written them. The
-rival composes torch's own operators as other servers do, with one thread or all, whichever is
-faster: a maximum; softmax and a draw by inversion; sort, softmax, cumulative sum, mask and a draw;
-log-softmax and the largest. The ceiling is a plain sum of the logits.
+The logits are Gaussian, of a large vocabulary, and in the CPU's cache, as they are after the LM
+head has written them. The rival composes torch's own operators as other servers do, with one thread
+or all, whichever is faster: a maximum; softmax and a draw by inversion; sort, softmax, cumulative
+sum, mask and a draw; log-softmax and the largest. The ceiling is a plain sum of the logits.
 
 Checks compare the drawn tokens with the float64 oracle, as the tests do.
 """

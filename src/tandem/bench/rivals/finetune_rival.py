@@ -1,4 +1,5 @@
-"""A process that trains an adapter: ours, or transformers and PEFT with one of its experts.
+"""A process that trains an adapter: ours, or transformers and PEFT with one of transformers'
+implementations of experts.
 
 Arguments: kind (formats ``ours:EXPERTS+LINEAR``, or ``peft:IMPLEMENTATION``), folder of the
 checkpoint, threads, tokens of a step. Each kind has a process of its own, so that its memory is its

@@ -1,5 +1,5 @@
-"""The instruction set of peers: under the cap ``TANDEM_MAX_ISA`` a rival gets no wider one than
-ours.
+"""The instruction set of rivals: if ``TANDEM_MAX_ISA`` caps ours, a rival is built or run with no
+wider one.
 """
 
 from tandem._native import cpu_features

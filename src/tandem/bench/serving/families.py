@@ -1,4 +1,5 @@
-"""`tandem bench families`: the overhead of a step of each model family over its operators.
+"""`tandem bench families`: how much longer a step of each model family takes than the operators in
+it.
 
 Random models of each family that CI tests, with the family's own settings: two layers with the
 sizes of a published model (``size=published``), or four small layers (``size=toy``). Ours is a

@@ -2,8 +2,8 @@
 
 ``python -m tandem.bench.serving.load_child MODEL CACHE TOKENS``: MODEL as for ``tandem serve``,
 CACHE a folder or ``off``, TOKENS of a prompt, separated by commas. Prints one JSON object. The
-clock starts when all imports are done, as it does for the rival. ``phases_s`` divides the time into
-phases.
+clock starts when all imports are done, as it does for the rival (llama.cpp). ``phases_s`` divides
+the time into phases.
 """
 
 import json

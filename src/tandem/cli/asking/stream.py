@@ -35,8 +35,8 @@ class _Choice(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct):
-    """The fields of a stream's event that are read here; they are the same for both endpoints of
-    any server with this API.
+    """The fields of a stream's event that the command reads; they are the same for chat completions
+    and completions of any server with OpenAI's API.
     """
 
     choices: list[_Choice]

@@ -38,7 +38,7 @@ def role(
     api_key: ApiKeyFlag = None,
     json: JsonFlag = False,
 ) -> None:
-    """Change what an instance is for; what it has begun it ends."""
+    """Change the role of an instance; it finishes the requests that it has begun."""
     _print(_ask(url, {"action": "role", "instance": instance, "role": role}, api_key), json=json)
 
 

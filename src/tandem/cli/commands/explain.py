@@ -1,4 +1,6 @@
-"""``tandem explain``: what became of one request, and why its prefix missed."""
+"""``tandem explain``: the course of one request (waits, loads, steps), and why no more of its
+prompt was found in the prefix cache.
+"""
 
 import sys
 from typing import TYPE_CHECKING, Annotated
@@ -108,8 +110,8 @@ def _render_choice(timeline: RequestTimeline, choice: ChoiceTimeline) -> list[st
 
 
 def _find_begin(told: InstanceTimeline) -> float:
-    """Return the time at which an instance began to compute a request, or would have; timelines are
-    sorted by it, prefill before decode.
+    """Return the time at which an instance began to compute a request, or would have. Sorted by
+    this time, the timeline of the prefill instance comes before that of the decode instance.
     """
     return told.sent_s + (told.age_s if told.admitted_s is None else told.admitted_s)
 

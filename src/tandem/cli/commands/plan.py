@@ -1,4 +1,6 @@
-"""``tandem plan``: what serving a model is here, or on another machine, and why."""
+"""``tandem plan``: how a model would be served here or on another machine (weight formats, memory,
+speed), and why.
+"""
 
 import sys
 from pathlib import Path

@@ -288,7 +288,7 @@ def set_floor(
     json: JsonFlag = False,
     **flags: Any,
 ) -> None:
-    """Drop, when they come, the objects of hosts that a lost list of hosts does not name."""
+    """Make hosts that a rebuilt list of hosts lacks drop their objects when they connect."""
     with _connect(config, flags) as client:
         told = client.set_floor(dry_run=not yes)
     if json:

@@ -1,4 +1,5 @@
-"""A picture of a hybrid decode step: when GPU and CPU work, by the planner's speeds.
+"""A picture of a decode step with experts on the CPU and the rest on a GPU: when each of them
+works, by the planner's speeds.
 
 The step runs the serving code (``kernels.hybrid``) on a device that only counts time. So the page
 shows what the real orchestration makes of the speeds, beside the cost model's own figures.
@@ -55,8 +56,8 @@ class Lane(NamedTuple):
 
 
 class _NoStep:
-    """A placeholder for a step, or for experts, in a call of the simulated device, which never runs
-    it.
+    """A placeholder for the step, or the experts, that a call of the simulated device takes but
+    never runs.
     """
 
     def __getattr__(self, name: str) -> object:

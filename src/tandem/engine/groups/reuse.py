@@ -2,9 +2,10 @@
 
 A slot holds the state of a running request, a snapshot, or nothing. A request gets a slot when it
 is admitted. When it ends or is preempted, the state in its slot becomes a snapshot without a copy.
-A prefill also copies snapshots out at the end of some chunks (``choose_snapshots``). A request with
-a cached prefix goes on from the longest snapshot whose KV is cached too: the state is copied to the
-request's slot before its first step, and the snapshot is pinned until then.
+A prefill also saves copies of its state as snapshots at the end of some chunks
+(``choose_snapshots``). A request with a cached prefix goes on from the longest snapshot whose KV is
+cached too: the state is copied to the request's slot before its first step, and the snapshot is
+pinned until then.
 
 A step's copies are made in the order in which they were planned. A snapshot can be found when the
 step that saved it has completed, not before.

@@ -1,4 +1,5 @@
-"""Blocks of sliding-window layers: a pool of their own, of which a request has only its window.
+"""KV blocks of sliding-window layers, in a pool of their own; a request keeps only the blocks that
+its window covers.
 
 A token attends to itself and to ``window - 1`` tokens before it. A request has a table of the
 window blocks that its next token attends to and that steps in flight write; as it advances, it

@@ -2,8 +2,8 @@
 
 Half of what transformers imports with its first model (``torch.distributed.tensor``,
 ``torch._dynamo``, scipy) serves clusters, compilers and training. No public setting of torch or
-transformers avoids it. So that it delays the start less, an instance imports these libraries while
-the server imports its own.
+transformers avoids it. So an instance's process imports these libraries at once, while the server
+still imports its own.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """KV blocks of ended prefill requests, kept under a lease until a decode instance has read them.
 
-Owns one reference to each such block, from the end of the prefill until ``release`` is called or
+Owns one reference to each held block, from the end of the prefill until ``release`` is called or
 the lease ends. Pure and single-threaded; time is an argument.
 """
 

@@ -1,4 +1,5 @@
-"""The prefix index: which tokens' KV the blocks hold, and which block to give up next.
+"""The prefix index: a tree that records which tokens' KV each block holds, and which cached block
+to evict next.
 
 A radix tree whose nodes are blocks. A node stands below the node of the preceding block; a full
 block may have children, a *partial* one (the tail of a request) is a leaf. Full nodes are also in

@@ -1,5 +1,5 @@
-"""A staging buffer: blocks are copied to it before they are stored, so that their originals are
-free.
+"""A staging buffer: KV blocks are copied to it before they are stored, so that their own memory may
+be reused meanwhile.
 
 It has a fixed number of slots of one block each, in memory that the store's client has registered.
 Slots may be taken and given back by any thread.

@@ -1,4 +1,5 @@
-"""L3: full KV blocks, their window blocks, and states at their ends, as objects of the store.
+"""The third tier of KV (L3): full KV blocks, their window blocks, and recurrent states at their
+ends, as objects of the store.
 
 Each block is one object. Its key is the block's key in the prefix chain, which begins with the
 ``KvIdentity`` and the salt, so no request finds a block that it may not share. The KV of the same

@@ -74,8 +74,8 @@ def plan_ray(spec: ClusterSpec, hosts: Sequence[str]) -> list[ProcessPlan]:
 
 
 def list_role_resources(spec: ClusterSpec) -> list[str]:
-    """Return the names of the Ray resources by which machines are reserved for processes of a
-    role.
+    """Return the names of the custom Ray resources that mark the machines on which processes of a
+    role (prefill, decode, unified, server or store) may run.
     """
     names = {f"tandem_{group.role}" for group in spec.groups} | {"tandem_server"}
     return sorted(names | ({"tandem_store"} if spec.store is not None else set()))

@@ -224,7 +224,7 @@ class ProcessRunner:
     async def _follow(self, running: _Running, process: asyncio.subprocess.Process) -> bool:
         """Read a process's output until it ends. Return True if it came up.
 
-        These commands print nothing before they are up.
+        The commands of a cluster print nothing before they are up, so the first line means that.
         """
         assert process.stdout is not None, "piped"
         was_up = False

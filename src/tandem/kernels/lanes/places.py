@@ -1,4 +1,5 @@
-"""Buffers at fixed addresses for data between a device and the host's experts.
+"""Buffers at fixed addresses, as captured graphs need them, for data that passes between a device
+and the experts on the host.
 
 Shapes: B tokens of a graph, D hidden, K experts per token, U experts that are uploaded.
 """

@@ -1,1 +1,3 @@
-"""Latents in a file: rows on disk, those in memory, and attention of the rows that a step chose."""
+"""Latents (compressed KV) kept in a file for sparse attention: the rows on disk, the cache of rows
+in memory, and attention to the rows that a step chose.
+"""

@@ -1,4 +1,5 @@
-"""Latents in a file: which rows are in memory, and which are given up for others.
+"""The latents (compressed KV of a token in a layer) that lie in a file: which rows are cached in
+memory, and which are evicted for others.
 
 A row is the latent of one token in one layer. Rows lie in the file by layer, block and place in the
 block, so that whatever names blocks (a request's table, the prefix index) names them too. Slots in

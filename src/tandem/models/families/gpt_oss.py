@@ -1,4 +1,6 @@
-"""gpt-oss: its checkpoints store experts as mxfp4, and its MoE block returns a pair."""
+"""gpt-oss: its checkpoints store experts as mxfp4, and its MoE block returns a pair (the output and
+the router's weights).
+"""
 
 __all__ = ["EXPERT_FORMATS", "PAIR_BLOCKS"]
 

@@ -1,5 +1,5 @@
-"""The division of a step's experts that the device lacks: some computed by the host, others
-uploaded.
+"""The division of the experts that a decode step needs and the device lacks: some are computed by
+the host, others are uploaded to the device.
 
 Both ways (lanes) read the host's memory, so each is slower while the other runs, and a good
 division needs the rates with both running. These are learned from every step. From time to time all

@@ -1,6 +1,7 @@
 """Endpoints that load and unload LoRA adapters while serving, in vLLM's and SGLang's forms.
 
-They need an admin key (``auth.ApiKeyGate``) and load only from the one configured folder.
+Both need an admin key (``auth.ApiKeyGate``), and adapters are loaded only from the one configured
+folder.
 """
 
 from pathlib import Path

@@ -94,8 +94,8 @@ def make_sampling(
         defaults: values for fields that the request leaves out.
         vocab_size: number of token ids; larger ids are refused.
         max_tokens: largest number of tokens to generate, fitted to the context.
-        min_tokens: least number of tokens; its field's name depends on the dialect, as for the next
-            three.
+        min_tokens: least number of tokens. It, ``seed`` and the two counts of log-probabilities are
+            arguments because their fields have other names in each API.
         seed: seed of this choice.
         logprobs: number of likeliest tokens to report with each generated one; None: none.
         prompt_logprobs: the same for the prompt.

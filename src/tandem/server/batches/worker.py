@@ -1,8 +1,9 @@
 """The worker that runs batches in the background, with lower priority than any client's request.
 
-Its requests go through the handlers of the API with the lowest priority, a few at a time, as one
-client among all; if the queue is full, they are sent again later. Batches run one after the other,
-in order of creation. A request counts as done when its answer has been written to disk.
+The worker sends the requests of a batch through the handlers of the API with the lowest priority, a
+few at a time, as one client among all; if the queue is full, they are sent again later. Batches run
+one after the other, in order of creation. A request counts as done when its answer has been written
+to disk.
 """
 
 import asyncio

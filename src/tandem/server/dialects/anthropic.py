@@ -1,8 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens, Anthropic's API.
 
 A request is converted to one of chat completions and planned as such; only the form of the answer
-differs. Prefixes are cached without being asked; ``cache_control`` makes the store evict the prefix
-before it late.
+differs. Prefixes are cached without being asked; a ``cache_control`` mark makes the KV store evict
+the prefix that ends there late.
 """
 
 import json
@@ -63,7 +63,9 @@ _ERROR_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Caching:
-    """The wish of a request's last ``cache_control``, and the prompt before it."""
+    """The last ``cache_control`` of a request (a mark that asks to keep the prompt up to there in
+    the cache), and the length of the prompt before it.
+    """
 
     num_tokens: int = 0
     """Number of prompt tokens before the latest ``cache_control`` mark of the client."""

@@ -1,4 +1,6 @@
-"""The connection class that uvicorn uses: HTTP/1.1 with limits on what a client may send."""
+"""The connection class that uvicorn uses: HTTP/1.1 with limits on the size of what a client may
+send.
+"""
 
 import logging
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 """The connection of one HTTP request: reading its body within limits, noticing that the client
 left.
 
-uvicorn reports a lost connection only to a task that awaits ``receive``. So the work of a request
-runs in a task beside that wait, and is cancelled as soon as the wait returns, not at the next
-token.
+uvicorn reports a lost connection only to a task that awaits ``receive``. So one task waits for that
+report while another does the work of the request, and the work is cancelled as soon as the client
+has left, not at the next token.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Server-sent events: the response class of every stream.
 
-Owns the generation group while it runs, and closes it on every path. An error after the first byte
-is sent as an event, which ends the stream.
+Owns the request's generations while the stream runs, and closes them on every path, which cancels
+those still running. An error after the first byte is sent as an event, which ends the stream.
 """
 
 import asyncio

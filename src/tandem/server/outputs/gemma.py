@@ -38,8 +38,8 @@ def read_gemma_call(reader: CallReader) -> Reading[bool]:
 
 
 def _collect(reader: CallReader) -> Reading[tuple[str, str | None]]:
-    """Read the text before the mark that ends the call, and that mark; marks inside quotes do not
-    end it. The mark is None if the text ended before one.
+    """Read the text before the mark that ends the call, and that mark; a mark inside quotes does
+    not end the call. The mark is None if the text ended before one.
     """
     parts: list[str] = []
     while True:

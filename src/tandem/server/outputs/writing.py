@@ -1,7 +1,7 @@
 """Grammars of tool calls, in the formats in which models write them.
 
-They are the counterpart of the parsers: a text that such a grammar allows is parsed as calls of the
-given tools, with arguments that their schemas allow.
+These grammars are the counterpart of the output parsers: a text that such a grammar allows is
+parsed as calls of the given tools, with arguments that their schemas allow.
 """
 
 import json

@@ -157,7 +157,7 @@ class Tool(msgspec.Struct):
 
 
 class NamedFunction(msgspec.Struct):
-    """The name of the function in a choice of tool."""
+    """The function, by name, that ``tool_choice`` forces the model to call."""
 
     name: fields.Name
 
@@ -251,7 +251,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Numbers of the prompt's tokens by origin."""
+    """Number of prompt tokens that were found in the cache."""
 
     cached_tokens: int
 

@@ -75,7 +75,7 @@ class ResponseTool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class AllowedTool(msgspec.Struct):
-    """A tool in a choice of several."""
+    """A tool in ``tool_choice.tools``, the list of those that the model may call."""
 
     type: str
     name: fields.Name | None = None
@@ -115,7 +115,9 @@ class ReasoningConfig(msgspec.Struct, kw_only=True):
 
 
 class StreamConfig(msgspec.Struct, kw_only=True):
-    """Options of the stream; events are never padded here."""
+    """Options of a stream. ``include_obfuscation`` asks for padding of events and is accepted, but
+    events are never padded.
+    """
 
     include_obfuscation: bool | None = None
 
@@ -220,7 +222,7 @@ OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Numbers of the prompt's tokens by origin."""
+    """Numbers of prompt tokens that were read from the cache, and written to it."""
 
     cached_tokens: int
     cache_write_tokens: int = 0

@@ -19,7 +19,8 @@ class LoadReport:
         self._last: tuple[float, InstanceStats] | None = None
 
     def describe(self, stats: InstanceStats | None, now_s: float) -> str | None:
-        """Return the text of the line; None without load.
+        """Return the next line of the load log: rates since the last reading; None if there was no
+        work.
 
         Args:
             stats: counters; None while the instance is down, after which they restart at 0.

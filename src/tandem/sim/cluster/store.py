@@ -1,9 +1,9 @@
 """The KV store of a simulated cluster: the master's directory and policies, without data.
 
-Each instance's machine has a segment. A block is put into the segment of the machine that computed
-it; a segment that is too full evicts its least recently used blocks, by the store's own watermark,
-step and order. Reading a block uses the links between its machine and the reader, or the machine's
-own bus if both are the same.
+Each instance's machine has a segment (a region of memory that the store manages). A block is put
+into the segment of the machine that computed it; a segment that is too full evicts its least
+recently used blocks, by the store's own watermark, step and order. Reading a block uses the links
+between its machine and the reader, or the machine's own bus if both are the same.
 """
 
 from collections.abc import Callable, Sequence

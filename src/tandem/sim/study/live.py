@@ -1,7 +1,7 @@
 """The simulator's error against a live server that serves the same load.
 
 Learnt from the server beforehand: the costs of its steps, and two constants, the time between two
-steps and the time of a request outside of its steps. They are fitted to one load at one rate; runs
+steps and the time of a request outside of its steps. These are fitted to one load at one rate; runs
 at other rates with other prompts are predicted. This module only computes: the live figures are
 arguments.
 """

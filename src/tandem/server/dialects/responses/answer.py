@@ -100,7 +100,9 @@ class ResponseAnswer:
         return [self._frame_end()]
 
     def frame_failure(self, body: ErrorBody, status: int) -> bytes:
-        """Return the event of a failure that ends a stream that has begun."""
+        """Return the encoded event that tells the client of an error and ends the stream that has
+        begun.
+        """
         self.fail(body)
         return self._frame_end()
 
