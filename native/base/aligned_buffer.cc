@@ -34,12 +34,13 @@ uint8_t* map_anonymous(size_t size_bytes, int extra_flags) {
   return at == MAP_FAILED ? nullptr : static_cast<uint8_t*>(at);
 }
 
-// Best effort, as the policy itself is: a seccomp filter may refuse the call.
+// Asks for a NUMA node as best effort, as the policy itself is only a preference: a seccomp filter
+// may refuse the call.
 bool prefer_node(uint8_t* data, size_t size_bytes, int node_id) {
   constexpr size_t kBits = 8 * sizeof(unsigned long);
   std::vector<unsigned long> mask(static_cast<size_t>(node_id) / kBits + 1, 0);
   mask[static_cast<size_t>(node_id) / kBits] = 1UL << (static_cast<size_t>(node_id) % kBits);
-  // The kernel reads one bit less than it is told.
+  // Pass one bit more than the mask has, since mbind reads one bit less than it is told.
   return syscall(SYS_mbind, data, size_bytes, kMpolPreferred, mask.data(),
                  mask.size() * kBits + 1, 0) == 0;
 }
@@ -73,7 +74,8 @@ uint8_t* map_hugetlb(size_t size_bytes, const std::vector<NodeShare>& shares, bo
   return nullptr;
 }
 
-// Mapped 2 MiB larger and trimmed to a 2 MiB border, or the first and last pages would be small.
+// Maps 2 MiB more than needed and trims to a 2 MiB border; otherwise the first and last pages would
+// be small ones.
 uint8_t* map_huge_aligned(size_t size_bytes) {
   uint8_t* wide = map_anonymous(size_bytes + kHugePageBytes, 0);
   if (wide == nullptr) return nullptr;
@@ -88,7 +90,8 @@ Status check_arguments(size_t size_bytes, const AlignedBuffer::Options& options)
   if (size_bytes == 0)
     return Status(Code::kConfig, kWhere, "size is 0: ask for at least one byte", "size_bytes");
   const size_t memory_bytes = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_size_bytes();
-  // Checked here because an overcommitting kernel would grant it and end the process at the touch.
+  // Check the size here: a kernel that overcommits would grant the mapping, and end the process
+  // when it touches the memory.
   if (size_bytes > memory_bytes)
     return Status(Code::kCapacity, kWhere,
                   std::to_string(size_bytes) + " bytes asked, the machine has " +

@@ -11,14 +11,15 @@
 
 namespace tandem {
 
-// What the buffer stands on, best first.
+// Kind of pages that the buffer's memory consists of, best first.
 enum class PageKind {
   kHugetlb,      // Preallocated 2 MiB pages, all present.
   kTransparent,  // 2 MiB pages requested by madvise; the kernel grants them as it can.
   kBase,         // Ordinary pages.
 };
 
-// Bytes of a buffer from the end of the share before, or its start, that should lie on a NUMA node.
+// A range of a buffer that should lie in the memory of one NUMA node: the bytes from the end of the
+// range before (or from the buffer's start) to `end_bytes`.
 struct NodeShare {
   size_t end_bytes = 0;
   int node_id = 0;
@@ -27,14 +28,14 @@ struct NodeShare {
 class AlignedBuffer {
  public:
   struct Options {
-    // Try preallocated huge pages, then transparent ones, then ordinary ones. Worth it from some
-    // MiB on: the size is rounded up to 2 MiB.
+    // If true, try preallocated huge pages, then transparent ones, then ordinary pages. It pays
+    // from some MiB on, because the size is rounded up to 2 MiB.
     bool hugepages = false;
-    // Where the pages should lie. A preference, not a bond: on a full node the pages come from
-    // another one, where a strict binding would end the process.
+    // NUMA node on which the pages should lie. This is a preference: if the node is full, pages
+    // come from another one, whereas a strict binding would end the process.
     std::optional<int> numa_node;
-    // The same for as many shares of the buffer, one behind the other; borders move to the nearest
-    // page. Instead of numa_node.
+    // NUMA nodes for consecutive shares of the buffer, used instead of `numa_node`; the borders of
+    // shares move to the nearest page.
     std::vector<NodeShare> node_shares = {};
   };
 
@@ -50,15 +51,18 @@ class AlignedBuffer {
 
   uint8_t* data() const { return data_; }
   size_t size_bytes() const { return size_bytes_; }
-  // What was taken from the machine: the size rounded up to whole pages.
+  // Bytes of memory that were taken from the machine: the size rounded up to whole pages.
   size_t capacity_bytes() const { return mapped_bytes_; }
   PageKind page_kind() const { return page_kind_; }
-  // Bytes from the start that are on pages of their own, so that no touch can fail.
+  // Bytes from the buffer's start whose pages are already allocated, so that touching them cannot
+  // fail.
   size_t reserved_bytes() const { return reserved_bytes_; }
-  // Takes the pages of the first `end_bytes` now. Errors: kConfig (beyond the size); kCapacity (the
-  // kernel refuses). A kernel before 5.14 takes them as they are touched. One thread at a time.
+  // Allocates the pages of the first `end_bytes` now. Errors: kConfig (beyond the size); kCapacity
+  // (the kernel refuses). On a kernel before 5.14, pages are allocated only when they are touched.
+  // One thread at a time.
   Status reserve(size_t end_bytes);
-  // Whether the kernel took the wish for a node, or all of them; a seccomp filter, as containers have, may refuse.
+  // True if the kernel accepted the wished NUMA node, or all of them; a seccomp filter, as
+  // containers have, may refuse.
   bool has_node() const { return has_node_; }
 
  private:

@@ -9,15 +9,16 @@
 
 namespace tandem::bindings {
 
-// Raises the class of tandem.core.errors whose code the error has, with where, what and field.
-// REQUIRES: the GIL is held.
+// Raises the Python class of tandem.core.errors with the error's code, and with its where, what and
+// field. REQUIRES: the GIL is held.
 [[noreturn]] void raise(const Error& error);
 
 inline void raise_if_error(const Status& status) {
   if (!status.is_ok()) raise(status.error());
 }
 
-// Calls `run` without the GIL and raises what its Status says. REQUIRES: the GIL is held.
+// Calls `run` without the GIL, and raises the error in its Status, if any. REQUIRES: the GIL is
+// held.
 template <class Run>
 void run_released(Run&& run) {
   Status status;

@@ -38,7 +38,8 @@ std::vector<CgroupMount> read_mounts(const Root& root) {
   std::vector<CgroupMount> mounts;
   const std::string text = root.read_text("/proc/self/mountinfo").value_or("");
   for (const std::string& line : split(text, '\n')) {
-    // id parent major:minor root mountpoint options [optional...] - fstype source super-options
+    // Format of a line: id parent major:minor root mountpoint options [optional...] - fstype source
+    // super-options
     const std::vector<std::string> fields = split(line, ' ');
     const auto dash = std::find(fields.begin(), fields.end(), "-");
     if (dash - fields.begin() < 6 || fields.end() - dash < 4) continue;

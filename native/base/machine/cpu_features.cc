@@ -21,7 +21,7 @@ enum Level { kPlain, kAvx2, kAvx512Bw, kAvx512Vnni, kAvx512Bf16, kAmx, kNumLevel
 constexpr std::array<std::string_view, kNumLevels> kLevelNames = {
     "plain", "avx2", "avx512_bw", "avx512_vnni", "avx512_bf16", "amx"};
 
-// kNumLevels for a name that is none.
+// Returns the level with this name; kNumLevels if there is none.
 Level find_level(std::string_view name) {
   return static_cast<Level>(std::find(kLevelNames.begin(), kLevelNames.end(), name) - kLevelNames.begin());
 }
@@ -34,7 +34,7 @@ struct Registers {
 
 Registers cpuid(uint32_t leaf, uint32_t subleaf = 0) {
   Registers r;
-  // Returns 0, and leaves zeros, for a leaf above the CPU's highest.
+  // For a leaf above the CPU's highest, this returns 0 and leaves zeros.
   __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
   return r;
 }
@@ -171,7 +171,7 @@ CpuFeatures hide_above(std::string_view level, CpuFeatures features) {
     features.avx512f = features.avx512bw = features.avx512vl = features.avx512dq = false;
   if (cap < kAvx512Vnni) features.avx512_vnni = features.avx_vnni = false;
   if (cap < kAvx512Bf16) features.avx512_bf16 = features.avx512_vbmi = false;
-  // FP16 came with AMX, in Sapphire Rapids.
+  // AVX512-FP16 came with AMX, in Sapphire Rapids, so a cap below AMX hides both.
   if (cap < kAmx)
     features.avx512_fp16 = features.amx_tile = features.amx_int8 = features.amx_bf16 = false;
   return features;

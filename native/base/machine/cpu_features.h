@@ -27,24 +27,25 @@ struct CpuFeatures {
   bool amx_tile = false;
   bool amx_int8 = false;
   bool amx_bf16 = false;
-  // Why AMX is not usable although the CPU has it; empty otherwise.
+  // Reason why AMX is not usable although the CPU has it; empty if it is usable or absent.
   std::string amx_blocker;
-  // The level that cap_cpu_features() was given; empty if it was not called.
+  // Level that was passed to cap_cpu_features(); empty if it was not called.
   std::string cap;
 };
 
-// Hides from cpu_features() what lies above a level: "plain", "avx2", "avx512_bw", "avx512_vnni",
-// "avx512_bf16" or "amx", ascending. A level above the machine's own hides nothing. Thread-safe.
-// Errors: kConfig (unknown level), kConflict (features were read under another cap, so that
-// kernels may have been chosen by them).
+// Makes cpu_features() hide instruction sets above a level: "plain", "avx2", "avx512_bw",
+// "avx512_vnni", "avx512_bf16" or "amx", ascending. A level above the machine's own hides nothing.
+// Thread-safe. Errors: kConfig (unknown level), kConflict (features were read under another cap
+// before, so kernels may have been chosen by them).
 Status cap_cpu_features(std::string_view level);
 
-// Detected once, at the first call; thread-safe. On a CPU with AMX the first call asks the kernel
-// for the permission to use tiles (arch_prctl), which then holds for the whole process; a cap
-// below "amx" does not ask.
+// Returns the usable instruction sets, which are detected at the first call; thread-safe. On a CPU
+// with AMX the first call asks the operating system for permission to use tile registers
+// (arch_prctl), which then holds for the whole process; with a cap below "amx" it does not ask.
 const CpuFeatures& cpu_features();
 
-// `features` without what lies above `level`, a level of cap_cpu_features() or "" for no cap.
+// Returns `features` without the instruction sets above `level`, a level as for cap_cpu_features()
+// or "" for no cap.
 CpuFeatures hide_above(std::string_view level, CpuFeatures features);
 
 }  // namespace tandem

@@ -1,5 +1,5 @@
-// Which CUDA devices the driver offers, asked through its library at run time (dlopen): the build
-// needs no CUDA, and a machine without it gets a reason.
+// Detection of the CUDA devices that the driver offers. The driver's library is opened at run time
+// (dlopen), so the build needs no CUDA, and on a machine without CUDA the result is a reason.
 #pragma once
 
 #include <cstdint>

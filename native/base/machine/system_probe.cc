@@ -13,7 +13,8 @@
 namespace tandem {
 namespace {
 
-// From linux/io_uring.h, which older distributions lack; part of the kernel's ABI.
+// Number of the system call io_uring_setup, from linux/io_uring.h, which older distributions lack;
+// it is part of the kernel's ABI.
 constexpr long kIoUringSetup = 425;
 constexpr size_t kIoUringParamsBytes = 120;
 

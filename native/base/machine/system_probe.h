@@ -1,4 +1,5 @@
-// Optional services of the kernel: tried, not guessed from a version number.
+// Detection of optional services of the kernel, by trying them instead of comparing version
+// numbers.
 #pragma once
 
 #include <string>
@@ -10,11 +11,11 @@ struct ProbeResult {
   std::string detail;  // What was found, or why it is not usable.
 };
 
-// Sets up a ring of one entry and closes it.
+// Tries io_uring: sets up a ring of one entry and closes it.
 ProbeResult probe_io_uring();
 
-// Reads this process's own memory by process_vm_readv (cross-memory attach, "CMA"); between two
-// processes the kernel asks for more, which the detail tells (Yama's ptrace_scope).
+// Tries cross-memory attach ("CMA"): reads this process's own memory by process_vm_readv. Between
+// two processes the kernel demands more, which the detail states (Yama's ptrace_scope).
 ProbeResult probe_cma();
 
 }  // namespace tandem

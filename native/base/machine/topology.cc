@@ -13,7 +13,8 @@ namespace {
 const std::string kCpus = "/sys/devices/system/cpu";
 const std::string kNodes = "/sys/devices/system/node";
 
-// The value after `key:` in /proc/self/status; the main thread's, which its threads inherit.
+// Returns the list after `key:` in /proc/self/status. The file describes the main thread, from
+// which other threads inherit.
 std::optional<std::vector<int>> read_status_list(const Root& root, const std::string& key) {
   const std::string text = root.read_text("/proc/self/status").value_or("");
   for (const std::string& line : split(text, '\n'))
@@ -21,7 +22,8 @@ std::optional<std::vector<int>> read_status_list(const Root& root, const std::st
   return std::nullopt;
 }
 
-// The kernel intersects the affinity with the cpuset, so one list tells both.
+// Returns the allowed CPUs. The kernel intersects the affinity with the cpuset, so one list has
+// both.
 std::vector<int> read_allowed_cpus(const Root& root) {
   auto cpus = read_status_list(root, "Cpus_allowed_list");
   if (!cpus || cpus->empty()) cpus = root.read_list(kCpus + "/online");
@@ -82,7 +84,7 @@ std::vector<NumaNode> read_numa_nodes(const Root& root, const Topology& topology
     nodes.push_back(std::move(node));
   }
   if (placed.size() == topology.allowed_cpus.size()) return nodes;
-  // A kernel without NUMA, or a tree that misses a CPU: everything is one node.
+  // The kernel has no NUMA, or its tree lacks a CPU: put everything on one node.
   const std::string meminfo = root.read_text("/proc/meminfo").value_or("");
   return {NumaNode{0, topology.allowed_cpus, topology.memory_total_bytes,
                    find_size_bytes(meminfo, "MemFree").value_or(0)}};
@@ -131,7 +133,7 @@ HugepageState read_hugepage_state(const Root& root) {
     state.transparent = text.substr(open + 1, close - open - 1);
   const std::string folder = "/sys/kernel/mm/hugepages";
   for (const std::string& name : root.list_folder(folder)) {
-    // "hugepages-2048kB"
+    // Folders of huge page sizes are named such as "hugepages-2048kB".
     const std::string prefix = "hugepages-";
     if (!name.starts_with(prefix) || !name.ends_with("kB")) continue;
     const auto size_kib = parse_int(name.substr(prefix.size(), name.size() - prefix.size() - 2));

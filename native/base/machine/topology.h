@@ -32,7 +32,7 @@ struct HugepageState {
   std::vector<HugepagePool> pools;
 };
 
-// Sizes of one cache of the first allowed CPU; 0 = unknown.
+// Sizes in bytes of the caches of the first allowed CPU; 0: unknown.
 struct CacheSizes {
   int64_t l1d_bytes = 0;
   int64_t l2_bytes = 0;
@@ -55,20 +55,21 @@ struct Topology {
   int num_physical_cores() const { return static_cast<int>(cores.size()); }
 };
 
-// A number of threads and why.
+// A recommended number of threads, with the reason.
 struct ThreadAdvice {
   int threads = 1;
   std::string reason;
 };
 
-// Never fails: what cannot be read has its plainest value (one node, every CPU a core). At least
-// one CPU, one core and one node are always there. Cost: some hundred small files per 64 CPUs.
+// Reads the machine's topology. It never fails: what cannot be read gets its plainest value (one
+// node, every CPU a core of its own). The result has at least one CPU, one core and one node. Cost:
+// reads some hundred small files per 64 CPUs.
 Topology read_topology(const Root& root = Root());
 
 HugepageState read_hugepage_state(const Root& root = Root());
 
-// Bytes that this process can have now, by the machine and by its control groups; empty if the machine
-// does not say. Cost: a dozen small files.
+// Returns the bytes of memory that this process can still have, by the machine and by its control
+// groups; empty if the machine does not report it. Cost: reads a dozen small files.
 std::optional<int64_t> read_free_memory(const Root& root = Root());
 
 // Compute threads, the submitting thread included: one per allowed physical core, because the SMT

@@ -1,4 +1,5 @@
-// Sleeping on one half of a 64-bit atomic: the kernel compares 32 bits only.
+// Sleeping until one half of a 64-bit atomic changes (Linux futex); the kernel compares 32 bits
+// only.
 #pragma once
 
 #include <linux/futex.h>

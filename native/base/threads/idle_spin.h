@@ -1,6 +1,6 @@
-// When may a thread poll instead of sleeping? Only for a bounded time, and only while it takes the
-// core from nobody: it yields as it polls, and a poll that was interrupted for long enough for
-// another thread to have run bars polling for a while.
+// The rule for polling instead of sleeping. A thread polls only for a bounded time and only while
+// this takes the core from nobody: it yields while it polls, and if a poll was interrupted long
+// enough for another thread to have run, polling is barred for a while.
 #pragma once
 
 #include <sched.h>
@@ -25,7 +25,8 @@ inline void pause_cpu() {
 #endif
 }
 
-// What passes while a thread polls, and to whom it yields; tests have their own.
+// The clock that polling reads and the operation by which it yields the core; tests substitute
+// their own.
 struct SystemTime {
   static int64_t now() { return now_ns(); }
   static void yield() { sched_yield(); }
@@ -34,14 +35,14 @@ struct SystemTime {
 template <class Time>
 class BasicIdleSpin {
  public:
-  // A poll that does not run for `interrupted_ns` has let another thread in. A round takes 1 to 3 us
-  // undisturbed.
+  // A poll that does not run for `interrupted_ns` is taken to have let another thread run. An
+  // undisturbed round of polling takes 1 to 3 us.
   explicit BasicIdleSpin(int64_t limit_ns, int64_t interrupted_ns = 15'000)
       : limit_ns_(limit_ns), interrupted_ns_(interrupted_ns) {}
 
   void set_limit_ns(int64_t limit_ns) { limit_ns_ = limit_ns; }
 
-  // Polls `is_done` for at most the limit. True if it came true.
+  // Polls `is_done` for at most the limit. Returns true if it became true.
   template <class Predicate>
   bool wait(Predicate is_done) {
     int64_t last = Time::now();
@@ -64,7 +65,7 @@ class BasicIdleSpin {
   }
 
  private:
-  // About a microsecond of polling (a pause is 40 to 140 cycles) between two yields.
+  // Polls between two yields: about a microsecond, as a pause instruction takes 40 to 140 cycles.
   static constexpr int kPollsPerYield = 24;
   static constexpr int64_t kBarredNs = 5'000'000;
 
@@ -75,13 +76,14 @@ class BasicIdleSpin {
 
 using IdleSpin = BasicIdleSpin<SystemTime>;
 
-// A running guess of how long a worker stays idle between jobs, so that it does not poll at the end
-// of each job of a slow stream of jobs, where the poll would always be in vain.
+// A running estimate of how long a worker is idle between jobs. If jobs come slowly, a worker need
+// not poll at the end of each, because the poll would always be in vain.
 class IdleGap {
  public:
   int64_t expected_ns() const { return expected_ns_; }
   void record(int64_t gap_ns) {
-    // One long pause (the end of a request) must not silence the polling of the next burst.
+    // Bound the gap: one long pause (the end of a request) must not prevent polling in the next
+    // burst.
     const int64_t bounded = std::clamp<int64_t>(gap_ns, 0, kMaxNs);
     expected_ns_ += (bounded - expected_ns_) / 4;
   }

@@ -1,8 +1,10 @@
-// What guards what, said so that clang checks it (-Wthread-safety); other compilers see nothing.
+// Annotations that state which mutex guards which field, so that clang checks it (-Wthread-safety);
+// other compilers ignore them.
 //
-// A field is GUARDED_BY a mutex; a function that is called with it held says REQUIRES, one that takes
-// it itself EXCLUDES. The standard's mutexes bear no annotations, so there are `Mutex`, `MutexLock`
-// and `CondVar`, which do what std::mutex, std::unique_lock and std::condition_variable do.
+// A field is GUARDED_BY a mutex; a function that is called with the mutex held says REQUIRES, one
+// that locks it itself says EXCLUDES. The standard library's mutexes have no annotations, so this
+// header has `Mutex`, `MutexLock` and `CondVar`, which do what std::mutex, std::unique_lock and
+// std::condition_variable do.
 #pragma once
 
 #include <condition_variable>
@@ -22,7 +24,7 @@
 #define ACQUIRE(...) TANDEM_THREAD_ATTRIBUTE(acquire_capability(__VA_ARGS__))
 #define RELEASE(...) TANDEM_THREAD_ATTRIBUTE(release_capability(__VA_ARGS__))
 #define TRY_ACQUIRE(...) TANDEM_THREAD_ATTRIBUTE(try_acquire_capability(__VA_ARGS__))
-// For what clang cannot follow; a comment beside it says why it is right.
+// For functions whose locking clang cannot follow; a comment beside each use says why it is right.
 #define NO_THREAD_SAFETY_ANALYSIS TANDEM_THREAD_ATTRIBUTE(no_thread_safety_analysis)
 
 namespace tandem {
@@ -38,7 +40,7 @@ class CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex while it lives, but between `unlock` and `lock`.
+// Holds a mutex during its own lifetime, except between `unlock` and `lock`.
 class SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) ACQUIRE(mutex) : lock_(mutex.mutex_) {}
@@ -54,8 +56,8 @@ class SCOPED_CAPABILITY MutexLock {
   std::unique_lock<std::mutex> lock_;
 };
 
-// Waits let go of the mutex and have it again when they return and when they call the predicate, which
-// says so itself if it is a lambda: `[&]() REQUIRES(mutex_) { return ...; }`.
+// A condition variable. A wait releases the mutex and holds it again when it returns and when it
+// calls the predicate; a lambda states this itself: `[&]() REQUIRES(mutex_) { return ...; }`.
 class CondVar {
  public:
   void notify_one() { changed_.notify_one(); }
@@ -65,7 +67,7 @@ class CondVar {
   void wait(MutexLock& lock, Predicate is_met) {
     changed_.wait(lock.lock_, is_met);
   }
-  // False: the time is over, and it is not met.
+  // Waits until the predicate holds or the time is over. Returns false if the time was over first.
   template <class Time, class Predicate>
   bool wait_until(MutexLock& lock, const Time& at, Predicate is_met) {
     return changed_.wait_until(lock.lock_, at, is_met);

@@ -35,13 +35,14 @@ constexpr uint64_t next_gate(uint64_t gate, uint64_t low) {
 
 constexpr int kMaxThreads = 4096;
 constexpr size_t kMaxTasks = size_t{1} << 48;  // Cursors overshoot by a chunk per thread.
-// Each woken worker wakes up to eight more. To wake a thread costs its waker about a microsecond,
-// to be woken takes five to twenty: with eight, a hop costs as much as the wakes that it saves.
+// Largest number of workers that each woken worker wakes in turn. Waking a thread costs the waker
+// about a microsecond, and the woken thread five to twenty: with eight, one level of this tree
+// costs as much as the wake-ups that it saves.
 constexpr int kWakeFan = 8;
 
 std::atomic<uint32_t> fork_generation{0};
 
-// What the current thread is running, if it is inside a task.
+// The job that the current thread runs, if it is inside a task.
 struct TaskScope {
   const ThreadPool* pool = nullptr;
   int thread_id = 0;
@@ -55,7 +56,7 @@ uint32_t current_fork_generation() {
   return fork_generation.load(std::memory_order_relaxed);
 }
 
-// Best effort: a refused affinity costs speed, not correctness.
+// Binds the thread to CPUs as best effort: a refused affinity costs speed, not correctness.
 void bind_current_thread(const std::vector<int>& cpus) {
   const int count = *std::max_element(cpus.begin(), cpus.end()) + 1;
   cpu_set_t* set = CPU_ALLOC(count);
@@ -80,7 +81,7 @@ std::pair<size_t, size_t> fixed_range(size_t num_tasks, int index, int count) {
   return {begin, begin + share + (i < rest ? 1 : 0)};
 }
 
-// Takes part in waking the sleepers of a sub-pool; see kWakeFan.
+// Wakes some sleeping workers of a sub-pool, as its part in waking all of them; see kWakeFan.
 void spread_wakes(std::atomic<uint64_t>& gate, std::atomic<int>& wakes_left) {
   int left = wakes_left.load();
   while (left > 0) {
@@ -98,7 +99,8 @@ ThreadPool::Options ThreadPool::plan(const Topology& topology, int num_threads) 
   std::vector<int> num_cores;
   for (const NumaNode& node : topology.numa_nodes) {
     if (node.cpus.empty()) continue;
-    // First CPUs of all cores, then their siblings: threads share a core only when they must.
+    // List the first CPUs of all cores before their SMT siblings: threads share a core only if
+    // there are more threads than cores.
     std::vector<int> first, siblings;
     for (const std::vector<int>& core : topology.cores) {
       bool is_first = true;
@@ -199,7 +201,8 @@ Status ThreadPool::start_workers(const Options& options) {
 
 ThreadPool::~ThreadPool() {
   if (is_forked()) {
-    // The handles name threads of another process: neither join nor detach is defined for them.
+    // In a forked child the handles name threads of the parent process: neither join nor detach is
+    // defined for them, so they are leaked.
     new std::vector<std::thread>(std::move(workers_));
     return;
   }
@@ -249,7 +252,8 @@ Status ThreadPool::submit(const Job& job) {
     return Status(Code::kConflict, "pool.submit",
                   "called from a task of another pool: finish that job first, or share the pool");
   if (is_nested) {
-    // The outer job reports the failure, if there is one: it is one task of it that failed.
+    // A nested call runs in place. If it fails, its task of the outer job has failed, and the outer
+    // job reports the failure.
     (*job.body)(0, job.num_tasks, current_scope.thread_id);
     return {};
   }
@@ -295,8 +299,9 @@ void ThreadPool::publish() {
   published_ns_.store(now_ns(), std::memory_order_relaxed);
   for (size_t n = 0; n < sub_pools_.size(); ++n) {
     SubPool& sub_pool = *sub_pools_[n];
-    // A fixed share has one taker, and a node's tasks have takers on that node only: there every
-    // worker is expected. (The submitter's own node is served by the submitter in any case.)
+    // With a fixed schedule each share has one taker, and a node's tasks have takers on that node
+    // only: there every worker is expected and counted. (The submitter serves its own node in any
+    // case.)
     const bool is_counted = job_.schedule == Schedule::kFixed ||
                             (job_.schedule == Schedule::kNodes && n > 0);
     const uint64_t low = is_counted
@@ -343,7 +348,7 @@ void ThreadPool::work(SubPool& sub_pool, int thread_id) {
            !sub_pool.gate.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
     }
     if ((gate & kStop) != 0) return;
-    // Neither open nor counted: the job ended before this worker woke.
+    // The gate is neither open nor counted: the job ended before this worker woke.
     const bool is_counted = (gate & kCounted) != 0 && epoch_of(gate) != seen;
     const bool is_inside = (gate & kOpen) != 0 || is_counted;
     seen = epoch_of(gate);

@@ -32,28 +32,32 @@ namespace tandem {
 
 class ThreadPool {
  public:
-  // Runs tasks [begin, end). `thread_id` in [0, num_threads()) is the calling thread's own, for
-  // scratch memory; 0 is the submitter. Should not throw: the first exception ends the job, which
-  // then fails with kCapacity (bad_alloc) or kInternal (the exception's text).
+  // The function of a job: runs tasks [begin, end). `thread_id` in [0, num_threads()) identifies
+  // the calling thread, for scratch memory; 0 is the submitter. It should not throw: the first
+  // exception ends the job, which then fails with kCapacity (bad_alloc) or kInternal (the
+  // exception's text).
   using Body = FunctionRef<void(size_t begin, size_t end, int thread_id)>;
 
   struct Options {
-    // For each sub-pool its number of threads (the submitter is one of the first) and its CPUs,
-    // in the order in which they should be used. Every count is at least 1.
+    // One sub-pool of threads, usually one per NUMA node: its number of threads, at least 1 (the
+    // submitting thread counts in one of the first sub-pools), and its CPUs in the order in which
+    // to use them.
     struct Node {
       int node_id = 0;
       int num_threads = 1;
       std::vector<int> cpus;
     };
     std::vector<Node> nodes;
-    // Tie each worker to one CPU. Otherwise workers are held on their node, if there are several.
+    // If true, each worker is tied to one CPU. Otherwise, if there are several nodes, workers are
+    // only kept on the CPUs of their node.
     bool pin = false;
-    // The longest that an idle worker polls before it sleeps: about what a sleep and a wake cost.
+    // Longest time in microseconds that an idle worker polls before it sleeps: about the cost of a
+    // sleep and a wake-up.
     int spin_us = 30;
   };
 
-  // Threads spread over the nodes in proportion to their physical cores; nodes left without a
-  // thread are dropped. REQUIRES: num_threads >= 1.
+  // Returns options with `num_threads` spread over the NUMA nodes in proportion to their physical
+  // cores; nodes that get no thread are left out. REQUIRES: num_threads >= 1.
   static Options plan(const Topology& topology, int num_threads);
 
   // Errors: kConfig (no node, a count below 1, more than 4096 threads), kCapacity (the kernel
@@ -65,15 +69,16 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // Tasks [0, num_tasks) in chunks claimed by whichever thread is free; threads prefer the chunks
-  // of their own node. Which thread runs what differs from call to call.
+  // Runs tasks [0, num_tasks) in chunks, each claimed by whichever thread is free; threads prefer
+  // the chunks of their own node. Which thread runs which task differs from call to call.
   Status parallel_for(size_t num_tasks, size_t chunk, Body body);
 
-  // Thread i runs the i-th of num_threads() equal ranges, in every call the same: for data that
-  // should stay in a thread's cache, or that it touched first. Waits for every thread.
+  // Runs the i-th of num_threads() equal ranges of tasks on thread i, the same in every call: for
+  // data that should stay in a thread's cache, or that the thread touched first. Waits for every
+  // thread.
   Status parallel_for_fixed(size_t num_tasks, Body body);
 
-  // Tasks [n * tasks_per_node, (n + 1) * tasks_per_node) run on threads of sub-pool n only.
+  // Runs tasks [n * tasks_per_node, (n + 1) * tasks_per_node) on threads of sub-pool n only.
   Status parallel_for_nodes(size_t tasks_per_node, size_t chunk, Body body);
 
   int num_threads() const { return num_threads_; }
@@ -84,7 +89,8 @@ class ThreadPool {
   int spin_us() const { return static_cast<int>(spin_ns_ / 1000); }
 
  private:
-  // One cache line for what joins write, one for what claims write: neither disturbs the other.
+  // State of a sub-pool. Threads that join a job write one cache line, threads that claim chunks
+  // another, so that they do not disturb each other.
   struct SubPool {
     alignas(64) std::atomic<uint64_t> gate{0};  // Epoch and state; see thread_pool.cc.
     alignas(64) std::atomic<size_t> next_task{0};
@@ -125,7 +131,8 @@ class ThreadPool {
   std::vector<std::thread> workers_;
 
   Mutex submit_mutex_;
-  // Written by the submitter while no worker is inside a job; read by those inside.
+  // The running job. The submitter writes it while no worker is inside a job; workers inside read
+  // it.
   Job job_;
   std::atomic<int64_t> published_ns_{0};
   std::atomic<bool> has_failed_{false};

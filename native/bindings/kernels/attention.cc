@@ -25,10 +25,10 @@ using Ids = nb::ndarray<nb::ro, const int64_t, nb::ndim<2>, nb::c_contig, nb::de
   raise({Code::kShape, "kernels.attention", what, field});
 }
 
-// The block pool of a cache, in one of its layouts.
+// The pool of KV blocks of a cache, in one of the layouts that attention can read.
 class KvPool {
  public:
-  // [blocks, layers, 2, kv_heads, block_size, head_dim] of float32 or bfloat16.
+  // Views a pool [blocks, layers, 2, kv_heads, block_size, head_dim] of float32 or bfloat16.
   static KvPool* make_grouped(const TensorView& tensor) {
     if (tensor.num_dims() != 6 || tensor.shape(2) != 2 || !tensor.is_dense_from(0) ||
         !tensor.is_float())
@@ -46,8 +46,8 @@ class KvPool {
     return finish(tensor, view);
   }
 
-  // [blocks, layers, bytes of a layer]: codes [2, kv_heads, block_size, head_dim], then fp16 scales
-  // [2, kv_heads, block_size].
+  // Views a quantized pool [blocks, layers, bytes of a layer]: codes [2, kv_heads, block_size,
+  // head_dim], then fp16 scales [2, kv_heads, block_size].
   static KvPool* make_coded(const TensorView& tensor, const std::string& format, size_t num_kv_heads,
                             size_t block_size, size_t head_dim) {
     const size_t num_rows = 2 * num_kv_heads * block_size;
@@ -63,8 +63,8 @@ class KvPool {
     return finish(tensor, view);
   }
 
-  // [blocks, layers, block_size, key_dim] of float32 or bfloat16; the values are the first
-  // `value_dim` items of the keys, and all heads share them.
+  // Views a pool of latents [blocks, layers, block_size, key_dim] of float32 or bfloat16; the
+  // values are the first `value_dim` items of the keys, and all heads share them.
   static KvPool* make_latent(const TensorView& tensor, size_t value_dim) {
     if (tensor.num_dims() != 4 || !tensor.is_dense_from(0) || !tensor.is_float() ||
         value_dim < 1 || value_dim > tensor.shape(3))
@@ -81,7 +81,8 @@ class KvPool {
     return finish(tensor, view);
   }
 
-  // [blocks, layers, bytes of a layer]: codes [block_size, key_dim], then fp16 scales [block_size].
+  // Views a quantized pool of latents [blocks, layers, bytes of a layer]: codes [block_size,
+  // key_dim], then fp16 scales [block_size].
   static KvPool* make_coded_latent(const TensorView& tensor, const std::string& format,
                                    size_t block_size, size_t key_dim, size_t value_dim) {
     if (value_dim < 1 || value_dim > key_dim)
@@ -144,7 +145,7 @@ class KvPool {
 
   const KvView& view() const { return view_; }
 
-  // Bytes from a block's begin to a layer. Raises a ShapeError where there is no such layer.
+  // Returns the byte offset of a layer in a block. Raises a ShapeError if there is no such layer.
   size_t layer_offset(size_t layer_idx) const {
     if (layer_idx >= view_.num_layers) refuse("no such layer", "layer_idx");
     return layer_offsets_.empty() ? layer_idx * view_.layer_bytes : layer_offsets_[layer_idx];
@@ -196,7 +197,7 @@ class KvPool {
   std::vector<size_t> layer_offsets_;  // Empty where layers follow each other.
 };
 
-// One step's plan: the arrays are held, and checked once for all layers.
+// The plan of attention for one step. It keeps its arrays, which are checked once for all layers.
 class PlannedAttention {
  public:
   PlannedAttention(nb::object kv, Ids block_table, std::vector<int64_t> query_start,
@@ -320,7 +321,8 @@ class PlannedAttention {
                   "give contiguous int32 [" + std::to_string(num_tokens()) + ", at least 1]");
   }
 
-  // Positions ascend up to the token's own, so that no key beyond its context is read.
+  // Checks that chosen positions ascend and end at the token's own at most, so that no key beyond
+  // its context is read.
   void check_chosen(const int32_t* chosen, size_t count) const {
     for (size_t s = 0; s < step_.num_sequences(); ++s)
       for (int64_t row = step_.query_start[s]; row < step_.query_start[s + 1]; ++row) {

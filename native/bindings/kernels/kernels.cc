@@ -35,7 +35,7 @@ Activation make_activation(const std::string& name, float alpha, float limit, fl
          "activation " + name + ": choose one of silu, gelu, gelu_tanh", "activation"});
 }
 
-// The fields of a format in their order.
+// The fields of a weight format, in their order in the struct.
 using FormatFields = std::tuple<int, int, bool, bool, int, int, bool>;
 
 ExpertBank::Config make_config(const WeightFormat& format,
@@ -67,7 +67,8 @@ ExpertBank* make_bank(int bits, int group_size, bool has_minimum, int64_t num_ex
   config.isa = isa;
   config.activation = make_activation(activation, alpha, limit, up_offset);
   config.has_bias = has_bias;
-  // A negative number wraps to more than there can be.
+  // A negative number becomes, as size_t, larger than any allowed number of parts, and is refused
+  // there.
   config.num_parts = static_cast<size_t>(num_parts);
   config.part_nodes = std::move(part_nodes);
   config.is_apart = is_apart;
@@ -85,12 +86,12 @@ void pack(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const AnyInput&
   const MatrixView gate_view = view(gate, "gate", bank.intermediate_size(), bank.hidden_size());
   const MatrixView up_view = view(up, "up", bank.intermediate_size(), bank.hidden_size());
   const MatrixView down_view = view(down, "down", bank.hidden_size(), bank.intermediate_size());
-  // A negative id wraps to one that no bank has.
+  // A negative id becomes, as size_t, larger than any expert's id, and is refused there.
   const auto id = static_cast<size_t>(expert_id);
   run_released([&] { return bank.pack(pool, id, gate_view, up_view, down_view); });
 }
 
-// Codes, scales and minima.
+// The arrays of a quantized matrix: codes, scales and minima.
 using Codes = std::tuple<nb::object, nb::object, nb::object>;
 
 void pack_codes(ExpertBank& bank, ThreadPool& pool, int64_t expert_id, const Codes& gate,
@@ -211,7 +212,7 @@ void run_apart(const ExpertBank& bank, ThreadPool& pool, const TensorView& x,
   run_expert_batch(bank, pool, batch);
 }
 
-// Pairs of a token and an expert that is here; ids are checked later.
+// Counts the (token, expert) pairs whose expert this bank has; wrong ids are found later.
 size_t count_pairs(const AnyInput& ids, bool has_int64) {
   const size_t size = ids.shape(0) * ids.shape(1);
   size_t count = 0;
@@ -221,10 +222,10 @@ size_t count_pairs(const AnyInput& ids, bool has_int64) {
   return count;
 }
 
-// Whether gate and up and their gradients are kept in bf16; otherwise in fp32.
+// True if gate and up and their gradients are kept in bf16, false for fp32.
 bool keeps_bf16(const ExpertBank& bank) { return bank.format().bits != 32; }
 
-// The data of an array [rows, columns] of float32, or of bfloat16, or null for None.
+// Returns the data of an array [rows, columns] of float32 or bfloat16; null for None.
 template <class Array, class Item>
 Item* view_rows(const nb::object& array, const char* where, const char* name, bool has_bf16,
                 size_t rows, size_t columns) {
@@ -383,7 +384,8 @@ void bind_kernels(nb::module_& module) {
       .def_prop_ro("isa", [](const ExpertBank& bank) { return std::string(isa_name(bank.isa())); })
       .def_prop_ro("expert_bytes", &ExpertBank::expert_bytes,
                    "Packed bytes of one expert, scales included.")
-      // Any array of DLPack is taken, not numpy's alone, as the generated signature would have it.
+      // State the signature by hand: any DLPack array is taken, while the generated signature would
+      // say numpy only.
       .def("pack_codes", &pack_codes, "pool"_a, "expert_id"_a, "gate"_a, "up"_a, "down"_a,
            nb::sig("def pack_codes(self, pool: ThreadPool, expert_id: int, gate: tuple[object, "
                    "object, object | None], up: tuple[object, object, object | None], down: "

@@ -54,7 +54,7 @@ void pack_matrix(PackedMatrix& matrix, ThreadPool& pool, const AnyInput& weights
   constexpr const char* kWhere = "kernels.pack";
   const size_t rows = weights.ndim() == 2 ? weights.shape(0) : matrix.out_features();
   const MatrixView view = view_matrix(weights, kWhere, "weights", rows, matrix.in_features());
-  // A negative row wraps to one that no matrix has.
+  // A negative row becomes, as size_t, larger than any row, and is refused there.
   run_released([&] { return matrix.pack(pool, static_cast<size_t>(first_row), view); });
 }
 
@@ -89,8 +89,8 @@ void decode_block_values(ThreadPool* pool, const BlockParts& blocks, const AnyOu
   });
 }
 
-// Columns of `out`, of `size` items in `num_rows` rows, of which a matrix writes those from
-// `first_column` on; without it, all.
+// Returns the columns of `out`, an array of `size` items in `num_rows` rows. A matrix writes its
+// columns from `first_column` on; without `first_column` it must write all of them.
 size_t count_out_columns(const PackedMatrix& matrix, const std::optional<int64_t>& first_column,
                          size_t size, size_t num_rows) {
   if (!first_column) return matrix.out_features();

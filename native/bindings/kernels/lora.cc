@@ -16,7 +16,8 @@ using namespace nb::literals;
 namespace tandem::bindings {
 namespace {
 
-// Which rows of a step belong to which adapter, and the memory that its calls share.
+// The rows of a step by the LoRA adapter that they use, and scratch memory that the step's calls
+// share.
 class LoraRows {
  public:
   explicit LoraRows(size_t num_rows) : num_rows_(num_rows) {}
@@ -43,7 +44,8 @@ class LoraRows {
   std::vector<Group> groups_;
 };
 
-// The adapters of one matrix. Each slot is written by one thread while no call uses it.
+// The LoRA factors of one matrix by adapter slot. A slot is written by one thread, while no call
+// uses it.
 class LoraBank {
  public:
   explicit LoraBank(size_t num_slots) : slots_(num_slots) {}

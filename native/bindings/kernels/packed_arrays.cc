@@ -107,7 +107,7 @@ std::vector<BlockRow> list_block_rows(const BlockParts& parts, const char* where
     std::vector<BlockRow> chosen;
     const auto* rows_of = static_cast<const int64_t*>(array.data());
     for (size_t i = 0; i < array.shape(0); ++i) {
-      // A negative row wraps to one that is not there.
+      // A negative row becomes, as uint64_t, larger than any row, and is refused below.
       const auto row = static_cast<uint64_t>(rows_of[i]);
       if (row >= stored.size())
         raise({Code::kShape, where,

@@ -1,4 +1,5 @@
-// What bindings of operators over packed weights share: checks of arrays, and storage from Python.
+// Common parts of the bindings of operators over packed weights: checks of arrays, and memory of
+// Python arrays as storage.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,8 +18,8 @@ namespace tandem::bindings {
 
 namespace nb = nanobind;
 
-// Any array is taken and then checked, so that a wrong one is a ShapeError with the reason and not
-// silently converted.
+// An array argument of any type. It is checked after it was taken, so that a wrong one raises a
+// ShapeError with the reason and is not silently converted.
 using AnyInput = nb::ndarray<nb::ro>;
 using AnyOutput = nb::ndarray<>;
 
@@ -63,36 +64,38 @@ void check_matrix(const Array& array, const char* where, const char* name, bool 
 
 inline bool is_float(const nb::dlpack::dtype& dtype) { return dtype == nb::dtype<float>(); }
 
-// Make a format of the fields that Python has; raises UnsupportedError for a table that is not known.
+// Makes a weight format from the fields that Python has; raises UnsupportedError for an unknown
+// code table.
 WeightFormat make_format(int bits, int group_size, bool has_minimum, bool is_float, int scale_bits,
                          int table, bool has_zeros);
 
-// fp32 or bf16, contiguous, [rows, columns]; raises ShapeError otherwise.
+// Returns a view of weights in fp32 or bf16, contiguous, [rows, columns]; raises ShapeError
+// otherwise.
 MatrixView view_matrix(const AnyInput& array, const char* where, const char* name, size_t rows,
                        size_t columns);
 
-// Codes [rows, columns], uint8, with scales and minima as MatrixView wants them for the format;
-// raises ShapeError otherwise.
+// Returns a view of quantized weights: codes [rows, columns], uint8, with scales and minima as
+// MatrixView needs them for the format; raises ShapeError otherwise.
 MatrixView view_codes(const WeightFormat& format, const nb::object& codes, const nb::object& scales,
                       const nb::object& minima, const char* where, const char* name, size_t rows,
                       size_t columns);
 
-// Tensors of blocks, (kind, uint8 [rows, bytes]) each, one below the other, and an order of their
-// rows (int64) or None.
+// A matrix stored in blocks of codes: tensors (kind of block, uint8 [rows, bytes]) one below the
+// other, and an order of their rows (int64) or None.
 using BlockParts = std::tuple<std::vector<std::tuple<std::string, nb::object>>, nb::object>;
 
-// Rows of blocks that a format holds, [rows, columns], borrowed from `parts`. Raises ShapeError;
-// UnsupportedError (a kind that is not known, or that the format does not hold).
+// Returns the rows of blocks of a matrix [rows, columns], borrowed from `parts`. Raises ShapeError;
+// UnsupportedError (an unknown kind of block, or one that the format cannot hold).
 std::vector<BlockRow> list_block_rows(const BlockParts& parts, const char* where, const char* name,
                                       size_t rows, size_t columns);
 void check_block_rows(const WeightFormat& format, const std::vector<BlockRow>& rows,
                       const char* where, const char* name);
 
-// A contiguous fp32 vector; raises ShapeError otherwise.
+// Returns the data of a contiguous fp32 vector; raises ShapeError otherwise.
 const float* view_vector(const AnyInput& array, const char* where, const char* name, size_t size);
 
-// An array of uint8, kept alive; read-only ones give storage that is not writable. Raises
-// ShapeError.
+// Returns the memory of a uint8 array as storage of packed weights, and keeps the array alive; a
+// read-only array gives storage that cannot be written. Raises ShapeError.
 std::shared_ptr<const WeightStorage> view_storage(nb::object array, const char* where);
 
 }  // namespace tandem::bindings

@@ -15,7 +15,7 @@ using namespace nb::literals;
 namespace tandem::bindings {
 namespace {
 
-// Below this, giving up the interpreter's lock costs more than the work.
+// Items of work below which releasing the GIL costs more than the work takes.
 constexpr size_t kMinReleasedItems = 32 * 1024;
 
 const RowKernels& row_kernels(const std::string& isa) {
@@ -305,7 +305,7 @@ void bind_row_ops(nb::module_& module) {
       .def(nb::init<TensorView::Array>(), "tensor"_a,
            nb::sig("def __init__(self, tensor: object) -> None"),
            "View a tensor of any shape, strides and type. Raises: TypeError.");
-  // Default arguments are null pointers: an absent operand.
+  // The defaults of optional arguments are null pointers, which stand for an absent operand.
   module.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "out"_a, "eps"_a,
              "residual"_a.none() = nb::none(), "pool"_a.none() = nb::none(), "isa"_a = "",
              "weight_offset"_a = 0.0f,

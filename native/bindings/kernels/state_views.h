@@ -1,4 +1,5 @@
-// What the bindings of all layers with a state share; checks raise a ShapeError of the operator `where`.
+// Common parts of the bindings of layers with a recurrent state. Failed checks raise a ShapeError
+// of the operator `where`.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +53,8 @@ inline void check_sequences(const char* where, size_t rows, size_t num_slots,
            "slots"});
 }
 
-// The arguments of a call that computes the rows of sequences.
+// The array arguments of a call that computes the rows of several sequences in a layer with a
+// state.
 struct RowViews {
   const TensorView& x;
   const TensorView& out;
@@ -61,7 +63,8 @@ struct RowViews {
   const std::vector<int64_t>& slots;
 };
 
-// Checks all but the widths of x and out, and the slots that the others have; gives them to the task.
+// Checks the arguments, except the widths of x and out and the number of slots of other arrays, and
+// stores them in the task.
 inline void place_rows(const char* where, const RowViews& views,
                        const std::vector<size_t>& carried_shape, SequenceRows& task) {
   const TensorView &x = views.x, &out = views.out, &carried = views.carried;
@@ -81,7 +84,8 @@ inline void place_rows(const char* where, const RowViews& views,
   task.num_sequences = views.slots.size();
 }
 
-// The same with a gate, whose width is that of `out`, and matrices.
+// Does the same as place_rows for a layer with a gate, which is as wide as `out`, and with state
+// matrices.
 inline void place_states(const char* where, const RowViews& views, const TensorView& z,
                          const TensorView& states, size_t num_values,
                          const std::vector<size_t>& state_shape,

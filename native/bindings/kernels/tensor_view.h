@@ -1,4 +1,4 @@
-// A tensor as the native operators take it: converted by DLPack once, then passed for free.
+// A tensor as native operators take it: converted by DLPack once, then passed at no cost.
 #pragma once
 
 #include <nanobind/ndarray.h>
@@ -21,9 +21,9 @@ class TensorView {
   void* data() const { return array_.data(); }
   size_t num_dims() const { return array_.ndim(); }
   size_t shape(size_t i) const { return array_.shape(i); }
-  // Items from one index of dimension `i` to the next.
+  // Distance in items between neighbouring indexes of dimension `i`.
   size_t stride(size_t i) const { return static_cast<size_t>(array_.stride(i)); }
-  // Whether the dimensions from `first_dim` on are without gaps.
+  // True if the dimensions from `first_dim` on are contiguous in memory.
   bool is_dense_from(size_t first_dim) const {
     int64_t stride = 1;
     for (size_t i = num_dims(); i-- > first_dim; stride *= static_cast<int64_t>(shape(i)))
@@ -41,7 +41,7 @@ class TensorView {
   FloatType float_type() const {
     return is_float32() ? FloatType::kFloat32 : FloatType::kBfloat16;
   }
-  // "[2, 3] of 16-bit items of type code 4".
+  // Returns a description for errors, such as "[2, 3] of 16-bit items of type code 4".
   std::string describe() const {
     std::string text = "[";
     for (size_t i = 0; i < num_dims(); ++i)
@@ -60,7 +60,8 @@ class TensorView {
   raise({Code::kShape, where, std::string(name) + " is " + view.describe() + ": " + wanted, name});
 }
 
-// Raises a ShapeError unless it is [rows, columns] of float32 or bfloat16 with dense rows.
+// Raises a ShapeError unless the tensor is [rows, columns] of float32 or bfloat16 with contiguous
+// rows.
 inline void check_rows(const char* where, const char* name, const TensorView& view, size_t rows,
                        size_t columns) {
   if (view.num_dims() == 2 && view.shape(0) == rows && view.shape(1) == columns &&
@@ -71,8 +72,8 @@ inline void check_rows(const char* where, const char* name, const TensorView& vi
                   "] of float32 or bfloat16 with dense rows");
 }
 
-// Raises a ShapeError unless it is without gaps, `rows` times `columns` items in dimensions of which
-// the first is `rows`, of a type that `has_dtype` says is right.
+// Raises a ShapeError unless the tensor is contiguous, has `rows` times `columns` items in
+// dimensions of which the first is `rows`, and has a type that `has_dtype` accepts.
 inline void check_dense(const char* where, const char* name, const TensorView& view, size_t rows,
                         size_t columns, bool has_dtype, const char* dtypes) {
   size_t size = 1;

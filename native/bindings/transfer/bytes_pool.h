@@ -1,4 +1,4 @@
-// Memory of large results: bytes objects that are reused once nobody else refers to them.
+// A pool of bytes objects for large results, which are reused once nobody else refers to them.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,10 +10,10 @@
 
 namespace tandem::bindings {
 
-// A pool of bytes objects. Touching new memory costs more than a copy, so that the memory of a
-// dropped value is kept. An object whose only reference is the pool's is invisible to others: it
-// may be filled anew, if its cached hash is reset. Where that is impossible (another layout, no
-// GIL) nothing is kept. All calls with the GIL.
+// A pool of bytes objects. Touching new memory costs more than a copy, so the memory of a dropped
+// value is kept. An object whose only reference is the pool's is invisible to others, so it may be
+// filled again if its cached hash is reset. Where that is impossible (another object layout, no
+// GIL) nothing is kept. All calls need the GIL.
 class BytesPool {
  public:
   explicit BytesPool(uint64_t limit_bytes);

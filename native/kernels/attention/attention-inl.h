@@ -23,15 +23,16 @@ constexpr size_t kTile = kTileTokens;
 inline size_t min_of(size_t a, size_t b) { return a < b ? a : b; }
 inline size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-// Lines of the next tile, fetched while this one is computed: a few at a time between all of its
-// steps, as the core waits where many are asked for at once, and memory where none is.
+// Prefetch of the next tile's cache lines while this tile is computed. A few lines are fetched
+// between all steps of the work: the core stalls if many are requested at once, and memory is idle
+// if none are.
 class Ahead {
  public:
   void clear() {
     run_ = num_runs_ = 0;
     next_ = end_ = nullptr;
   }
-  // Of the `size_bytes` from `begin` on.
+  // Adds the cache lines of `size_bytes` from `begin` on to those to fetch.
   void add(const uint8_t* begin, size_t size_bytes) {
     runs_[num_runs_++] = {begin, begin + size_bytes};
   }
@@ -66,19 +67,21 @@ class Ahead {
   size_t run_ = 0, num_runs_ = 0;
   Run runs_[2 * kTile];
 };
-// Lines beside a step of a tile's work. With eight rows of 128 items in bf16 they make a whole
-// tile; fewer rows have fewer steps, which are over sooner.
+// Numbers of cache lines to fetch beside one step of a tile's work. With eight rows of 128 items in
+// bf16 they add up to a whole tile; fewer rows have fewer steps, which take less time.
 constexpr size_t kLinesOfSquare = 4;
 constexpr size_t lines_beside_scores(size_t rows) { return rows > 4 ? 1 : 2; }
 constexpr size_t kLinesBesideWeights = 2;
 constexpr size_t kLinesBesideValues = 1;
 constexpr size_t lines_beside_mix(size_t rows) { return rows > 4 ? 2 : 4; }
 
-// Up to here one block of registers takes all rows, so that each key and value is loaded once.
+// Largest number of rows that fit one block of registers, so that each key and value is loaded once
+// for all rows.
 constexpr size_t kFewRows = kLanes == 16 ? 8 : kMaxRows;
 constexpr int vectors_beside_few(size_t rows) { return kLanes == 16 && rows <= 4 ? 4 : 2; }
 
-// What a step along K multiplies: one float a lane, or a pair of bf16.
+// The operand of one step along K (the summed dimension): one float in each lane, or a pair of
+// bf16.
 struct FloatOperand {
   typedef F32 Columns;
   static constexpr size_t kItems = 1;
@@ -98,8 +101,9 @@ struct Bf16Operand {
   }
 };
 
-// out[rows][kVectors of columns] = start * factor + a b. Both operands have 4 bytes a step;
-// `b` has `b_stride` bytes between steps.
+// Computes out[rows][kVectors of columns] = start * factor + a b, where `start` is what `out`
+// holds. Both operands have 4 bytes per step along the summed dimension, in `b` `b_stride` bytes
+// apart.
 template <class Op, int kRows, int kVectors, bool kStartsFromZero>
 TANDEM_INLINE inline void multiply_block(const uint8_t* a, size_t a_stride, const uint8_t* b,
                                          size_t b_stride, size_t num_steps, float* out,
@@ -192,10 +196,11 @@ TANDEM_INLINE inline void with_few_rows(size_t num_rows, const Body& body) {
   body(Index<kRows>{});
 }
 
-// All rows against all columns, a multiple of kLanes.
+// Multiplies all rows with all columns, a multiple of kLanes.
 template <class Op, bool kStartsFromZero>
 inline void multiply(const Product& p, size_t num_rows, size_t num_columns) {
-  // Scores have kTile columns, a multiple of what stands beside few rows.
+  // Products that start from zero are scores; these have kTile columns, a multiple of the columns
+  // that a register block of few rows has.
   if constexpr (kStartsFromZero && kFewRows > kMaxRows) {
     if (num_rows > kMaxRows && num_rows <= kFewRows)
       return with_few_rows(num_rows, [&](auto rows) {
@@ -212,15 +217,16 @@ inline void multiply(const Product& p, size_t num_rows, size_t num_columns) {
     multiply_columns<Op, 1, kStartsFromZero>(p, num_rows, column);
 }
 
-// Stored items, widened to float; codes are not scaled here.
+// Items of the KV pool, loaded as floats; codes are not multiplied with their scales here.
 struct Fp8 {
   uint8_t code;
 };
 TANDEM_INLINE inline F32 load_items(const float* p) { return load_f32(p); }
 TANDEM_INLINE inline F32 load_items(const uint16_t* p) { return load_wide(p); }
 TANDEM_INLINE inline F32 decode_int8(I32 code) { return to_f32(code); }
-// e4m3, rebased to float's exponent; below 2^-6 the leading one is not there, and what is left
-// counts twice. No intermediate is denormal: a product of those takes a hundred times as long.
+// Widens e4m3 by moving its exponent to float's. A code below 2^-6 (subnormal) has no leading one,
+// so the one that moving supplies is subtracted and the rest doubled. No intermediate is denormal:
+// a product of denormals takes a hundred times as long.
 TANDEM_INLINE inline F32 decode_fp8(I32 code) {
   const I32 magnitude = code & 0x7f;
   const F32 normal = as_f32((magnitude << 20) + 0x3c000000);
@@ -235,7 +241,7 @@ TANDEM_INLINE inline F32 load_items(const Fp8* p) {
   return decode_fp8(load_bytes_wide(p));
 }
 
-// `count` items from `p`, completed by zeros.
+// Loads `count` items from `p`, filled up with zeros.
 template <class T>
 TANDEM_INLINE inline F32 load_some(const T* p, size_t count) {
   if (count >= kLanes) return load_items(p);
@@ -252,11 +258,12 @@ TANDEM_INLINE inline I32 load_bytes(const uint8_t* p, size_t count) {
   return load_i32(bytes);
 }
 
-// Two vectors of floats that bf16 holds exactly, an item of each beside the other's.
+// Packs two vectors of floats, which bf16 represents exactly, into pairs of bf16: an item of `even`
+// beside an item of `odd`.
 TANDEM_INLINE inline I32 pair_bf16(F32 even, F32 odd) {
   return ((as_i32(even) >> 16) & 0xffff) | (as_i32(odd) & static_cast<int32_t>(0xffff0000));
 }
-// Pairs of consecutive codes.
+// Loads pairs of consecutive codes as pairs of bf16.
 TANDEM_INLINE inline I32 load_pairs(const int8_t* p) {
   const I32 codes = load_shorts(reinterpret_cast<const uint16_t*>(p));
   return pair_bf16(decode_int8((codes << 24) >> 24), decode_int8((codes << 16) >> 24));
@@ -266,7 +273,7 @@ TANDEM_INLINE inline I32 load_pairs(const Fp8* p) {
   return pair_bf16(decode_fp8(codes & 0xff), decode_fp8(codes >> 8));
 }
 
-// kLanes steps along K of a key: floats, or pairs of bf16.
+// Loads kLanes steps of a key along the summed dimension: floats, or pairs of bf16.
 template <class Op, class T>
 TANDEM_INLINE inline I32 load_key_steps(const uint8_t* row, size_t step, size_t key_dim) {
   const T* items = reinterpret_cast<const T*>(row) + step * Op::kItems;
@@ -285,12 +292,13 @@ TANDEM_INLINE inline I32 load_key_steps(const uint8_t* row, size_t step, size_t 
   }
 }
 
-// Packs keys as [steps][kTile keys], 4 bytes each; those beyond the rows given are zeros.
+// Packs keys as [steps][kTile keys], 4 bytes each, where a step is a float or a pair of bf16;
+// missing keys are zeros.
 template <class Op, class T>
 void pack_keys(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t key_dim,
                Ahead& ahead) {
   const size_t num_steps = (key_dim + Op::kItems - 1) / Op::kItems;
-  // In these a whole register is read of every row.
+  // Number of steps in which every row has enough items to fill a whole register.
   const size_t full_steps = key_dim / (Op::kItems * kLanes) * kLanes;
   constexpr size_t kAnySize = ~size_t{0};
   for (size_t first = 0; first < kTile; first += kLanes) {
@@ -321,7 +329,8 @@ void pack_keys(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t
   }
 }
 
-// kLanes columns of one token's values, or of two beside each other.
+// Loads kLanes columns of one token's values (float operands), or of two tokens' values in pairs
+// (bf16).
 template <class Op, class T>
 TANDEM_INLINE inline I32 join_values(const T* even, const T* odd, size_t left) {
   if constexpr (Op::kItems == 1)
@@ -334,7 +343,7 @@ TANDEM_INLINE inline I32 join_values(const T* even, const T* odd, size_t left) {
     return pair_bf16(load_some(even, left), load_some(odd, left));
 }
 
-// Consecutive items of a and b in turn, from item kFirst of each on.
+// Interleaves the items of a and b, from item kFirst of each on.
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * 4)));
 template <size_t kFirst, size_t... kIndex>
 TANDEM_INLINE inline I32 interleave(Shorts a, Shorts b, Indices<kIndex...>) {
@@ -342,7 +351,7 @@ TANDEM_INLINE inline I32 interleave(Shorts a, Shorts b, Indices<kIndex...>) {
 }
 typedef MakeIndices<2 * kLanes>::Type ShortLanes;
 
-// 2 * kLanes columns, as join_values gives them.
+// Loads 2 * kLanes columns of values, in the form of join_values.
 template <class Op, class T>
 TANDEM_INLINE inline void join_twice(const T* even, const T* odd, I32 (&out)[2]) {
   if constexpr (Op::kItems == 2 && sizeof(T) == 2) {
@@ -357,7 +366,8 @@ TANDEM_INLINE inline void join_twice(const T* even, const T* odd, I32 (&out)[2])
   }
 }
 
-// Packs values as [kTile / items of a step][columns], 4 bytes each.
+// Packs values as [kTile / items of a step][columns], 4 bytes each, where a step is one token
+// (float) or two (bf16).
 template <class Op, class T>
 void pack_values(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size_t value_dim,
                  Ahead& ahead) {
@@ -367,7 +377,8 @@ void pack_values(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size
     size_t c = 0;
     if (token < num_rows) {
       const T* even = reinterpret_cast<const T*>(rows[token]);
-      // Beyond the last one any row will do: its weights are 0, and it is finite where they are.
+      // After the last token any row serves as the second of the pair: its weights are 0, and its
+      // items are finite.
       const T* odd = Op::kItems == 2 && token + 1 < num_rows
                          ? reinterpret_cast<const T*>(rows[token + 1])
                          : even;
@@ -385,9 +396,9 @@ void pack_values(uint8_t* out, const uint8_t* const* rows, size_t num_rows, size
   }
 }
 
-// What `multiply` does with values packed by pack_values, without packing them: where the rows are
-// few, storing and loading again what is used once costs more than the products. The same chain of
-// operations; tokens that are not there would add zeros.
+// Adds weights times values for few rows, without packing the values: storing and loading again
+// what is used once would cost more than the products. The chain of operations is that of
+// pack_values and `multiply`; the tokens that are missing there add only zeros.
 template <class Op, class T, int kRows>
 void mix_few(const Product& p, const uint8_t* const* values, size_t num_tokens, size_t column) {
   constexpr int kVectors = vectors_beside_few(kRows);
@@ -442,8 +453,8 @@ void load_query_rows(const QueryRows& rows, void* operand) {
         x = rows.type == FloatType::kFloat32
                 ? load_some(static_cast<const float*>(rows.q) + offset + k, left)
                 : load_some(static_cast<const uint16_t*>(rows.q) + offset + k, left);
-      // The last store may run into the next row's place, which is written after it; the buffer
-      // has room for one more.
+      // The last store of a row may overwrite the beginning of the next row, which is written after
+      // it; the buffer has room for one more store at its end.
       if constexpr (Op::kItems == 1)
         store_f32(static_cast<float*>(operand) + i * items + k, x);
       else
@@ -457,7 +468,7 @@ void load_queries(const QueryRows& rows, void* operand, bool is_bf16) {
   load_query_rows<FloatOperand>(rows, operand);
 }
 
-// Where the rows of a tile's keys or values lie, and their scales.
+// Addresses of the rows of a tile's keys or values, and their quantization scales.
 struct TileRowsOf {
   const uint8_t* rows[kTile];
   float scales[kTile];
@@ -477,7 +488,8 @@ inline void find_rows(const KeyRows& keys, size_t first, size_t count, bool is_v
         keys.layer_offset;
     const uint8_t* row = layer + keys.kv_head * kv.head_bytes + offset * kv.row_bytes +
                          (is_value ? kv.value_offset : 0);
-    // Positions of their own stand alone.
+    // Keys that are chosen one by one (`positions`) are not consecutive, so each is a run of its
+    // own.
     const size_t run = keys.positions == nullptr ? kv.block_size - offset : 1;
     const size_t end = min_of(count, t + run);
     if (has_scales)
@@ -492,12 +504,13 @@ inline void find_rows(const KeyRows& keys, size_t first, size_t count, bool is_v
   for (size_t t = 0; t < kTile; t += kLanes) store_f32(found.scales + t, load_fp16(halves + t));
 }
 
-// Notes the lines of the tile from `first` on, of which `left` tokens remain.
+// Notes the cache lines of the tile that begins at token `first`, to be prefetched; `left` tokens
+// remain from there on.
 inline void find_ahead(const KeyRows& keys, size_t first, size_t left, Ahead& ahead) {
   const KvView& kv = *keys.kv;
   const size_t count = min_of(kTile, left);
   ahead.clear();
-  // Latent values lie within their keys.
+  // Keys first, then values; with latents (MLA) the values are part of the keys.
   for (size_t offset = 0; offset <= kv.value_offset; offset += kv.value_offset) {
     for (size_t t = 0; t < count;) {
       const size_t position =
@@ -515,7 +528,7 @@ inline void find_ahead(const KeyRows& keys, size_t first, size_t left, Ahead& ah
   }
 }
 
-// Calls `body` with an item of the type that the pool holds.
+// Calls `body` with a value of the C++ type of the pool's items.
 template <class Op, class Body>
 TANDEM_INLINE inline void with_item(KvType type, const Body& body) {
   switch (type) {
@@ -546,7 +559,8 @@ void pack_tile(const KvView& kv, const TileRowsOf& found, size_t count, bool is_
   });
 }
 
-// Whether mix_tile takes these: whole registers, of rows that are not worth packing values for.
+// True if mix_tile can add the values without packing them: few rows, and values that fill whole
+// registers.
 inline bool is_mixed_unpacked(size_t num_rows, size_t value_dim) {
   return num_rows <= kFewRows && value_dim % (4 * kLanes) == 0;
 }
@@ -565,7 +579,7 @@ void mix_tile(const KvView& kv, const TileRowsOf& found, size_t count, const Pro
   });
 }
 
-// Keys of the tile that a row sees: [first, last).
+// Keys of a tile, [first, last), that a row (query) sees.
 struct Visible {
   size_t first, last;
 };
@@ -587,7 +601,7 @@ struct TileWork {
   const float* value_scales;
 };
 
-// Scales, caps and masks a row of scores in place; returns the largest.
+// Scales, caps and masks a row of scores in place; returns the largest score.
 inline float shape_scores(const AttentionRule& rule, const float* key_scales, Visible visible,
                           float* scores) {
   F32 v[kBlockVectors];
@@ -623,7 +637,8 @@ inline void store_weights(void* weights, size_t row, size_t i, F32 v) {
     store_narrow(static_cast<uint16_t*>(weights) + row * kTile + i, v);
 }
 
-// Turns scores into weights, and what the rows hold already to the new largest score.
+// Turns a tile's scores into weights (exponentials), and computes the factors by which the rows'
+// earlier sums are scaled to the new largest score.
 template <class Op>
 void weigh_tile(const SplitTask& task, const TileWork& work, size_t tile, Ahead& ahead) {
   const RowState& state = task.state;
@@ -635,7 +650,8 @@ void weigh_tile(const SplitTask& task, const TileWork& work, size_t tile, Ahead&
     const float found = shape_scores(task.rule, work.key_scales, visible, scores);
     const float old = state.largest[r];
     const float largest = found > old ? found : old;
-    // Where no score is a number, the exponentials must still be NaN or 0, not exp(inf - inf).
+    // If all scores are -inf, subtract 0 instead: exp(-inf - -inf) would be NaN, and the weights
+    // must be 0.
     references[r] = largest == -kInfinity ? 0.0f : largest;
     factors[r] = old - references[r];
     state.largest[r] = largest;
@@ -676,14 +692,16 @@ void attend_rows(const SplitTask& task) {
   const bool has_scales = kv.type == KvType::kFp8 || kv.type == KvType::kInt8;
   TileRowsOf keys, values;
   Ahead ahead;
-  // Nobody has fetched the first tile, and its values are read a line here and there.
+  // Fetch the first tile here: no tile before it has prefetched it, and its values would be read
+  // one line at a time.
   if (task.key_begin < context) {
     find_ahead(task.rows, task.key_begin, context - task.key_begin, ahead);
     ahead.fetch_rest();
   }
   for (size_t tile = task.key_begin; tile < task.key_end && tile < context; tile += kTile) {
     TileWork work = {0, task.num_rows, false, nullptr, nullptr};
-    // Rows ascend in position: the first see too little, with a window the last too much.
+    // Skip rows that see no key of the tile. Rows ascend in position: the first ones are before the
+    // tile, and with a window the last ones are past it.
     while (work.begin_row < work.end_row &&
            find_visible(task, work.begin_row, tile).last == 0)
       ++work.begin_row;

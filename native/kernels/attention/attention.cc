@@ -18,13 +18,15 @@ extern const AttentionKernels kAttentionAvx512Bf16;
 
 namespace {
 
-// Multiply-adds that one thread does in the microseconds that a job costs, and bytes it reads.
+// Least work for which attention uses several threads, in multiply-adds and in bytes read: about
+// what one thread does in the microseconds that starting a job costs.
 constexpr size_t kMinSharedMacs = 4 << 20;
 constexpr size_t kMinSharedBytes = 512 << 10;
-// Tasks a thread should find at least, so that none is left waiting for the last.
+// Least number of tasks per thread, so that no thread waits long for the last task.
 constexpr size_t kTasksPerThread = 4;
 
-// Rows of a tile: all its splits, or one of them with a place for the partial result.
+// Rows of one sequence and KV head that are attended together. One task computes all splits of the
+// keys, or several tasks compute one split each and leave partial results.
 struct Tile {
   size_t sequence, kv_head, first_row, num_rows;
   size_t key_begin, key_end;  // Multiples of kTileTokens.
@@ -37,7 +39,7 @@ struct Task {
   size_t cost;
 };
 
-// Memory of a thread for one row tile; grown, never shrunk.
+// Scratch memory of a thread for one tile of rows; it grows and never shrinks.
 class Scratch {
  public:
   TileScratch tile;
@@ -139,7 +141,8 @@ class Run {
     }
   }
 
-  // Tokens of a sequence, its first ones of this step, that see all up to their own position.
+  // Returns how many of a sequence's first tokens in this step attend to all keys up to their own
+  // position.
   size_t count_whole(size_t sequence) const {
     const size_t tokens = num_tokens_of(sequence);
     if (call_.chosen == nullptr) return tokens;
@@ -147,7 +150,7 @@ class Run {
     return left <= 0 ? 0 : std::min(tokens, static_cast<size_t>(left));
   }
 
-  // Each of the other tokens has keys of its own, and so tiles of its own.
+  // Plans the tokens with chosen keys: each has keys of its own, and therefore tiles of its own.
   void plan_chosen(size_t sequence, size_t first_token) {
     const size_t row_of_sequence = static_cast<size_t>(step_.query_start[sequence]);
     const size_t end = round_up(call_.num_chosen, kTileTokens);
@@ -199,14 +202,14 @@ class Run {
       for (size_t split = 0; split < num_splits; ++split)
         tasks_.push_back({i, split, cost_of(tile.num_rows, kSplitTokens)});
     }
-    // The longest first: what comes last should be short.
+    // Sort the longest tasks first, since a task that starts last should be short.
     if (pool_ != nullptr)
       std::stable_sort(tasks_.begin(), tasks_.end(),
                        [](const Task& a, const Task& b) { return a.cost > b.cost; });
     if (num_floats > 0) parts_.reset(new float[num_floats]);
   }
 
-  // Floats of a partial result.
+  // Returns the number of floats of a tile's partial result.
   size_t part_size(const Tile& tile) const { return tile.num_rows * (columns_ + 2); }
 
   RowState part_of(const Tile& tile, size_t split) {

@@ -19,7 +19,7 @@
 
 namespace tandem {
 
-// The sequences of a step, planned once for all layers. Pointers are borrowed.
+// The sequences of a step and their KV blocks, planned once for all layers. Pointers are borrowed.
 struct AttentionStep {
   KvView kv;
   const int64_t* block_table = nullptr;  // [sequences][table_width]; ids were checked.
@@ -29,7 +29,7 @@ struct AttentionStep {
   size_t num_sequences() const { return context_lens.size(); }
 };
 
-// One layer's queries and where their result goes.
+// The queries of one layer, and the place of the result.
 struct AttentionCall {
   const void* q = nullptr;  // [tokens][num_heads][key_dim]; tokens `q_stride` items apart.
   size_t q_stride = 0;
@@ -39,17 +39,18 @@ struct AttentionCall {
   size_t num_heads = 0;  // A multiple of the KV heads.
   size_t layer_offset = 0;  // Bytes from a block's begin to the layer's keys.
   AttentionRule rule;
-  // [tokens][num_chosen] positions, ascending, of the keys that a token sees; null: all up to its
-  // own. A token before position num_chosen sees all in any case, and its row is not read.
+  // [tokens][num_chosen] positions, ascending, of the keys that each token attends to; null: each
+  // attends to all up to its own. A token at a position below num_chosen attends to all keys before
+  // it in any case, and its row is not read.
   const int32_t* chosen = nullptr;
   size_t num_chosen = 0;
 };
 
-// The kernels for an ISA of `available_isas()`.
+// Returns the attention kernels for an ISA of `available_isas()`.
 const AttentionKernels& choose_attention(Isa isa);
 
-// Runs a call, on `pool` if it is given and there is enough to share. REQUIRES: what the structs
-// say. Errors: those of the pool.
+// Runs attention in one layer, on `pool` if it is given and the work is enough to share. REQUIRES:
+// what the structs state. Errors: those of the pool.
 Status run_attention(const AttentionKernels& kernels, ThreadPool* pool, const AttentionStep& step,
                      const AttentionCall& call);
 

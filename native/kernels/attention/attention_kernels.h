@@ -11,15 +11,17 @@
 
 namespace tandem {
 
-// Keys of a tile; a split is a whole number of tiles.
+// Numbers of keys in a tile and in a split; a split is a whole number of tiles.
 inline constexpr size_t kTileTokens = 64;
 inline constexpr size_t kSplitTokens = 1024;
-// Rows that one task attends: 16 tokens of 8 heads, one token of 128.
+// Largest number of rows (queries of one head) of a task: 16 tokens with 8 heads, or one token with
+// 128.
 inline constexpr size_t kTileRows = 128;
 
 enum class KvType { kFloat32, kBfloat16, kFp8, kInt8 };
 
-// Where the keys and values of a layer, head and token lie; offsets in bytes from `base`.
+// Layout of a KV pool, by which the key or value of a block, layer, head and token is found;
+// offsets are in bytes from `base`.
 struct KvView {
   const uint8_t* base = nullptr;
   KvType type = KvType::kFloat32;
@@ -34,12 +36,12 @@ struct KvView {
   size_t head_bytes = 0;
   size_t row_bytes = 0;
   size_t value_offset = 0;  // From a key's row to its value's; 0 where a value is part of its key.
-  // fp16 scales of kFp8 and kInt8: of a head's tokens in a row, heads in a row.
+  // Byte offsets of the fp16 scales of kFp8 and kInt8, ordered by head, then by token.
   size_t key_scale_offset = 0;  // From the layer's start.
   size_t value_scale_offset = 0;
 };
 
-// How scores become weights, the same for all rows of a call.
+// The rule by which scores become weights, the same for all rows of a call.
 struct AttentionRule {
   float scale = 1.0f;
   float soft_cap = 0.0f;   // score = cap * tanh(score / cap); 0 is none.
@@ -47,7 +49,7 @@ struct AttentionRule {
   const float* sinks = nullptr;  // [num_heads] logits that take weight and give nothing.
   int64_t chunk = 0;  // A query sees no key before the last multiple of this; 0 is no such border.
 
-  // The first key that a query sees.
+  // Returns the position of the first key that a query at `position` sees.
   int64_t first_seen(int64_t position) const {
     int64_t first = window > 0 ? position - window + 1 : 0;
     if (chunk > 0 && position / chunk * chunk > first) first = position / chunk * chunk;
@@ -55,7 +57,8 @@ struct AttentionRule {
   }
 };
 
-// Rows of one sequence and KV head: row r is query head r % group of token r / group.
+// The queries of one sequence that share a KV head, as rows: row r is query head r % group of token
+// r / group.
 struct QueryRows {
   const void* q = nullptr;  // Of row 0.
   FloatType type = FloatType::kFloat32;
@@ -66,7 +69,8 @@ struct QueryRows {
   size_t key_dim = 0;
 };
 
-// Unnormalised results: sums = sum of exp(score - largest) * value, total that of the exponentials.
+// Partial results of rows, not yet normalised: `sums` is the sum of exp(score - largest) * value,
+// and `total` the sum of the exponentials.
 struct RowState {
   float* largest;  // [rows]
   float* total;    // [rows]
@@ -74,7 +78,7 @@ struct RowState {
 };
 inline constexpr size_t kColumnStep = 16;
 
-// Scratch of a thread, 64-byte aligned.
+// Scratch memory of one thread, aligned to 64 bytes.
 struct TileScratch {
   float* scores;    // [kTileRows][kTileTokens]
   void* weights;    // [kTileRows][kTileTokens] operands.
@@ -89,7 +93,7 @@ struct KeyRows {
   const int64_t* blocks;  // Of the sequence.
   size_t layer_offset;    // Bytes from a block's begin to its layer.
   size_t kv_head;
-  // Positions of the keys, ascending; null: key i is that of position i.
+  // Ascending positions of the chosen keys; null: key i is at position i.
   const int32_t* positions;
 };
 
@@ -101,7 +105,8 @@ struct SplitTask {
   size_t group;
   size_t first_row;
   size_t num_rows;
-  // Of the sequence's first token in this step; where keys have positions of their own, among them.
+  // Position of the sequence's first token of this step; if keys are chosen by `positions`, its
+  // index among those.
   int64_t first_position;
   size_t key_begin;  // Multiples of kTileTokens, within one split.
   size_t key_end;
@@ -121,8 +126,9 @@ struct FinishTask {
   const float* sinks;  // Of the KV head's first query head; null is none.
 };
 
-// Scores of keys by an index: of token t, out[key] = sum over its heads, ascending, of
-// weight * max(query . key, 0), a float chain whose order depends on nothing else.
+// Scores of keys in the index of sparse attention: for token t, out[key] = sum over its heads,
+// ascending, of weight * max(query . key, 0). The order of the float operations depends on nothing
+// else.
 struct ScoreTask {
   KeyRows rows;         // Without positions of their own.
   const void* queries;  // [num_tokens * num_heads] operands of load_queries.
@@ -141,7 +147,7 @@ struct ScoreTask {
 
 struct AttentionKernels {
   void (*load_queries)(const QueryRows&, void* operand, bool is_bf16);
-  // Attends rows over the keys of one split, into a fresh state.
+  // Attends rows to the keys of one split; the results begin from an empty state.
   void (*attend)(const SplitTask&);
   void (*merge)(const RowState& total, const RowState& part, size_t num_rows, size_t value_dim);
   void (*finish)(const FinishTask&);

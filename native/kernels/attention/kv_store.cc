@@ -8,7 +8,7 @@
 namespace tandem {
 namespace {
 
-// Items that are worth waking a thread for.
+// Least number of items for which another thread is worth waking.
 constexpr size_t kStoreChunkItems = 256 * 1024;
 
 float widen(float x) { return x; }
@@ -31,15 +31,16 @@ uint16_t to_bf16(float x) {
       (x == x ? bits + 0x7fffu + ((bits >> 16) & 1u) : bits | 0x400000u) >> 16);
 }
 
-// `mantissa_bits` of a float's, to nearest even, of a value already rebased to be stored so.
+// Rounds a float to `mantissa_bits` of mantissa, to nearest even; its exponent was moved to the
+// narrow type's before.
 uint32_t round_to(float rebased, int mantissa_bits) {
   const int dropped = 23 - mantissa_bits;
   const uint32_t bits = bits_of(rebased) & 0x7fffffffu;
   return (bits + (1u << (dropped - 1)) - 1 + ((bits >> dropped) & 1u)) >> dropped;
 }
 
-// Positive, at most 65504. The exponent is rebased by a multiplication, whose result is denormal
-// where the half is: rounding to it drops the same bits.
+// Rounds a positive float of at most 65504 to fp16. The exponent is moved by a multiplication,
+// whose result is denormal if the fp16 number is: rounding drops the same bits in both.
 uint16_t to_half(float x) { return static_cast<uint16_t>(round_to(x * 0x1p-112f, 10)); }
 float from_half(uint16_t half) {
   const uint32_t bits = static_cast<uint32_t>(half) << 13;
@@ -51,7 +52,7 @@ float from_half(uint16_t half) {
 constexpr uint16_t kHalfNan = 0x7e00;
 constexpr float kLargestHalf = 65504.0f;
 
-// e4m3 of a value whose magnitude is at most 448, give or take a rounding.
+// Rounds a float to e4m3; its magnitude is at most 448, up to rounding.
 uint8_t to_fp8(float x) {
   const uint32_t magnitude = std::min(round_to(x * 0x1p-120f, 3), 0x7eu);
   return static_cast<uint8_t>(magnitude | (bits_of(x) >> 24 & 0x80u));
@@ -86,7 +87,7 @@ void store_row(KvType type, const T* from, size_t size, uint8_t* to, uint8_t* sc
   const float scale = is_finite ? from_half(half) : 0.0f;
   const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
   for (size_t i = 0; i < size; ++i) {
-    // What the rounding of the scale leaves above the largest code is cut.
+    // Limit the code: the rounded scale may be a little too small for the largest item.
     const float x = is_finite ? widen(from[i]) * inverse : 0.0f;
     const float code = std::clamp(x, -largest_code, largest_code);
     to[i] = type == KvType::kInt8

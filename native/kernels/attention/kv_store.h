@@ -1,4 +1,4 @@
-// Putting a step's keys and values into their blocks, in the pool's type.
+// Storing of a step's keys and values in their blocks, in the type of the KV pool.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@
 
 namespace tandem {
 
-// Keys and values of a step's tokens, by rows of heads: the keys of all KV heads, then the values.
-// Of a latent pool (one head, values within keys) there are keys only.
+// Keys and values of a step's tokens, one row of heads per token: the keys of all KV heads, then
+// the values. For a pool of latents (one head, values within keys) there are only keys.
 struct KvRows {
   const void* keys = nullptr;  // Of token 0; tokens `stride` items apart.
   size_t stride = 0;
@@ -19,13 +19,14 @@ struct KvRows {
   size_t layer_offset = 0;  // Bytes from a block's begin to the layer's keys.
 };
 
-// Writes them to the slots of the step's tokens, which are the last of each context. kInt8 gets
-// codes of scale amax / 127, kFp8 (e4m3) of amax / 448, with the scale rounded to fp16 before the
-// codes are; NaN and infinity give a NaN scale. REQUIRES: what the structs say.
+// Writes the rows to the slots of the step's tokens, which are the last ones of each context. kInt8
+// stores codes with scale amax / 127, kFp8 (e4m3) with amax / 448; the scale is rounded to fp16
+// before codes are computed from it. NaN and infinity give a NaN scale. REQUIRES: what the structs
+// state.
 Status store_kv(ThreadPool* pool, const AttentionStep& step, const KvRows& rows);
 
-// Reads one layer of all blocks and does nothing with it: a ceiling for benchmarks. `sum` only
-// keeps the reads.
+// Reads one layer of all blocks without computing anything, as a bound for benchmarks. `sum` only
+// keeps the compiler from removing the reads.
 Status read_kv(ThreadPool* pool, const KvView& kv, size_t layer_offset, uint64_t& sum);
 
 }  // namespace tandem

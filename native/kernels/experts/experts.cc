@@ -14,9 +14,10 @@
 namespace tandem {
 namespace {
 
-// Rows of an expert up to which its weights come from memory, and a task should read a long piece.
+// Largest number of rows of an expert at which its weights are the main traffic from memory, so
+// that a task should read a long piece of them.
 constexpr size_t kFewRows = 8;
-// Elements that one task adds over the parts.
+// Number of elements that one task adds up over the parts.
 constexpr size_t kMergeChunk = 4096;
 
 Status check_activation(const Activation& activation) {
@@ -97,7 +98,8 @@ ExpertBank::Part ExpertBank::plan_part(size_t first, size_t size) const {
   return part;
 }
 
-// A block of gate-up columns holds whole groups of down's input.
+// Returns the number of gate (or up) panels of a block, whose columns are whole groups of the down
+// projection's input.
 size_t ExpertBank::block_panels() const {
   return std::max<size_t>(1, unit_size(down_format_) / kPanelColumns);
 }
@@ -256,7 +258,8 @@ Status ExpertBank::load(ThreadPool& pool, const uint8_t* packed, size_t size_byt
       });
 }
 
-// Gate and up are columns, one after the other; of each down panel the part is a range of groups.
+// Copies a part of an expert from a bank with one part. Its gate and up panels are consecutive; of
+// each down panel the part has a range of groups.
 void ExpertBank::copy_part(const Part& part, size_t expert_id, const uint8_t* packed) const {
   const uint8_t* from = packed + expert_id * whole_.expert_bytes;
   uint8_t* to = part.data + expert_id * part.expert_bytes;
@@ -400,11 +403,11 @@ Status ExpertBank::run_gate_up(ThreadPool& pool, const Routing& routing,
       shares.push_back({active.expert_id, active.first_pair + begin, end - begin});
     }
   }
-  // Longest first, so that the last tasks to end are short ones.
+  // Sort the longest shares first, so that the tasks that end last are short.
   std::stable_sort(shares.begin(), shares.end(),
                    [](const Share& a, const Share& b) { return a.num_pairs > b.num_pairs; });
   const size_t panels = block_panels();
-  // Blocks of an expert lie one after the other: a task that takes several reads one long stream.
+  // Blocks of an expert are adjacent in memory, so a task that takes several reads one long stream.
   const size_t num_pieces = shares.size() * whole_.num_gate_panels / panels;
   const size_t task_blocks = most_pairs <= kFewRows ? pieces_per_task(pool, num_pieces) : 1;
   const size_t block_bytes = 2 * panels * hidden_panel_bytes_;
@@ -465,7 +468,7 @@ Status ExpertBank::run_down(ThreadPool& pool, const Routing& routing, const Scra
         std::vector<ExpertRows> experts(routing.active.size());
         for (size_t e = 0; e < experts.size(); ++e) {
           const Routing::Active& active = routing.active[e];
-          // Added once, by the first part.
+          // The bias is added once, by the first part.
           const float* bias =
               down_bias_.empty() || task.part > 0
                   ? nullptr

@@ -43,24 +43,28 @@ class ExpertBank {
 
   struct Config {
     WeightFormat format;
-    // Format of the down projections; none is `format`. If they differ, both are integers.
+    // Weight format of the down projections; none: that of gate and up. If the two differ, both are
+    // integer formats.
     std::optional<WeightFormat> down_format;
     size_t num_experts = 0;
     size_t hidden_size = 0;
     size_t intermediate_size = 0;
     std::string_view isa;  // Empty: the widest here.
-    // Packed weights that lie elsewhere, such as a mapped file; none: memory of our own, zeroed.
+    // Memory with packed weights that somebody else owns, such as a mapped file; none: the bank has
+    // its own memory, zeroed.
     std::shared_ptr<const Storage> storage;
     Activation activation;
     bool has_bias = false;
     size_t num_parts = 1;
-    // NUMA node that each part's own memory should lie on; empty: where it is first touched.
+    // NUMA node on which the bank's own memory of each part should lie; empty: the node of the
+    // thread that touches it first.
     std::vector<int> part_nodes;
-    // No memory: forward() is given addresses. One part, no storage.
+    // If true, the bank has no memory: forward() is given the address of each expert. Such a bank
+    // has one part and no storage.
     bool is_apart = false;
   };
 
-  // Everything borrowed for the call.
+  // The arguments of forward(); all are borrowed for the call.
   struct Batch {
     const void* x = nullptr;  // [num_tokens, hidden_size], fp32 or bf16.
     bool is_bf16 = false;
@@ -70,21 +74,23 @@ class ExpertBank {
     size_t top_k = 0;
     const float* weights = nullptr;  // [num_tokens, top_k]
     float* out = nullptr;            // [num_tokens, hidden_size], overwritten.
-    // For gradients, [pairs, 2, inner_columns()]: gate and up of each (token, expert), sorted by
-    // expert, then token, then slot; null for none. What is added to them, columns beyond the
-    // intermediate size being zero, and where they are kept as the activation saw them, in bf16 or,
-    // of experts in fp32, in that.
+    // For training, arrays [pairs, 2, inner_columns()] of gate and up for each (token, expert)
+    // pair, sorted by expert, then token, then slot; null: none. `delta` is added to gate and up,
+    // and is zero in columns beyond the intermediate size. `kept` receives gate and up as the
+    // activation saw them, in bf16, or in fp32 if the experts are in fp32.
     const float* delta = nullptr;
     void* kept = nullptr;
-    // [num_experts]: packed weights, of a bank that is apart; null for experts that are not here.
+    // [num_experts] addresses of packed weights, for a bank that is apart; null for experts that
+    // are not in memory.
     const uint8_t* const* addresses = nullptr;
-    // Experts [first_expert, end_expert) are computed; ids of others add nothing.
+    // Range of experts [first_expert, end_expert) that this call computes; choices of other experts
+    // add nothing.
     size_t first_expert = 0;
     size_t end_expert = SIZE_MAX;
     bool is_added = false;  // To what `out` holds.
   };
 
-  // What backward() reads and writes; everything borrowed for the call.
+  // The arguments and results of backward(); all are borrowed for the call.
   struct GradBatch {
     const void* x = nullptr;  // [num_tokens, hidden_size], as forward() had it; null with `kept`.
     bool is_bf16 = false;
@@ -97,43 +103,48 @@ class ExpertBank {
     bool is_d_out_bf16 = false;
     const float* delta = nullptr;    // As forward() had it; unused with `kept`.
     const void* kept = nullptr;      // As forward() left it; null: computed again.
-    // [pairs, inner_columns()], added to the gradient of h, which is weighted; null for none.
+    // [pairs, inner_columns()], added to the gradient of h (already multiplied with router
+    // weights); null: none.
     const float* extra = nullptr;
     void* d_gate_up = nullptr;       // [pairs, 2, inner_columns()], as kept; overwritten, or null.
     float* d_x = nullptr;            // [num_tokens, hidden_size], overwritten.
     float* d_weights = nullptr;      // [num_tokens, top_k], overwritten.
   };
 
-  // Errors: kUnsupported (format, ISA not here, storage for several parts, several parts or storage of
-  // a bank that is apart), kShape (sizes that are
-  // not whole groups), kConfig (ISA name, no experts, more parts than column blocks, an activation
-  // that is none, nodes for another number of parts), kCapacity (memory), kNotFound (no such node).
+  // Makes a bank. Errors: kUnsupported (format, ISA not available, storage for several parts,
+  // several parts or storage of a bank that is apart), kShape (sizes that are not whole groups),
+  // kConfig (ISA name, no experts, more parts than column blocks, an unknown activation, nodes for
+  // another number of parts), kCapacity (memory), kNotFound (no such node).
   static Result<ExpertBank> create(const Config& config);
-  // Bytes of storage that create() needs for this configuration. Errors: as create.
+  // Returns the bytes of storage that create() needs for a configuration. Errors: as create.
   static Result<size_t> count_bytes(const Config& config);
 
-  // Codes one expert, or takes its codes. Errors: kShape, kNotFound (expert), kUnsupported (weights that the format
-  // cannot hold), kConflict (read-only storage), those of ThreadPool.
+  // Quantizes the weights of one expert, or lays out its codes if they are quantized. Errors:
+  // kShape, kNotFound (expert), kUnsupported (weights that the format cannot hold), kConflict
+  // (read-only storage), those of ThreadPool.
   Status pack(ThreadPool& pool, size_t expert_id, const MatrixView& gate, const MatrixView& up,
               const MatrixView& down);
-  // Copies what a bank of one part packed into these parts. Errors: kShape (size), kConflict
-  // (read-only storage), those of ThreadPool.
+  // Copies the packed weights of a bank with one part into the parts of this bank. Errors: kShape
+  // (size), kConflict (read-only storage), those of ThreadPool.
   Status load(ThreadPool& pool, const uint8_t* packed, size_t size_bytes);
-  // Biases of one expert, zero before. Errors: kNotFound (expert), kConflict (made without).
+  // Sets the biases of one expert, which are zero before. Errors: kNotFound (expert), kConflict
+  // (the bank was made without biases).
   Status set_bias(size_t expert_id, const float* gate, const float* up, const float* down);
 
-  // Errors: kShape (an expert id; `out` is then untouched), kConflict (an expert without weights, an
-  // addition of several parts; `out` is then untouched), those of ThreadPool.
+  // Computes the experts' outputs for a batch. Errors: kShape (an expert id), kConflict (an expert
+  // without weights, or an addition to `out` with several parts), both without touching `out`;
+  // those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
 
-  // The gradient of forward() with respect to x and to the router weights, where the coding of
-  // activations counts as rounding. Weights, `d_out`, and the gradients of gate and up are rounded
-  // to bf16 unless the experts are in fp32; sums are in fp32. Errors: as forward.
+  // Computes the gradients of forward() with respect to x and to the router weights; quantization
+  // of activations counts as rounding, with derivative 1. Weights, `d_out`, and the gradients of
+  // gate and up are rounded to bf16 unless the experts are in fp32; sums are in fp32. Errors: as
+  // forward.
   Status backward(ThreadPool& pool, const GradBatch& batch) const;
 
-  // What a call could reach at best, for benchmarks: reads the packed bytes of the first
-  // `num_experts` experts; performs as many multiply-adds with the format's dot product.
-  // REQUIRES: num_experts <= num_experts().
+  // Bounds of a call's speed, for benchmarks: read_weights reads the packed bytes of the first
+  // `num_experts` experts, multiply_registers does as many multiply-adds with the format's dot
+  // product. REQUIRES: num_experts <= num_experts().
   Status read_weights(ThreadPool& pool, size_t num_experts) const;
   Status multiply_registers(ThreadPool& pool, size_t num_macs) const;
 
@@ -144,16 +155,17 @@ class ExpertBank {
   size_t hidden_size() const { return hidden_size_; }
   size_t intermediate_size() const { return intermediate_size_; }
   size_t num_parts() const { return parts_.size(); }
-  // Columns of gate and up in whole blocks.
+  // Number of columns of gate (or up), rounded up to whole blocks.
   size_t inner_columns() const { return whole_.num_gate_panels * kPanelColumns; }
-  // Whether the kernel granted every part its node.
+  // True if the kernel placed the memory of every part on its wished NUMA node.
   bool is_bound() const;
-  // The NUMA node of each part's first page. Errors: kUnsupported (the kernel does not say).
+  // Returns the NUMA node of each part's first page. Errors: kUnsupported (the kernel does not
+  // report it).
   Result<std::vector<int>> find_part_nodes() const;
   // Packed bytes of one expert, scales included.
   size_t expert_bytes() const;
-  // Of the first part: experts one after the other; each: gate and up panels in turn, then down
-  // panels.
+  // Packed weights of the first part, expert after expert; each expert has its gate and up panels
+  // in turn, then its down panels.
   uint8_t* data() const { return parts_[0].data; }
   bool is_writable() const { return !is_apart_ && (!storage_ || storage_->is_writable); }
   bool is_apart() const { return is_apart_; }
@@ -163,7 +175,7 @@ class ExpertBank {
   struct Scratch;
   struct GradShare;
   struct GradScratch;
-  // A share of the intermediate dimension, laid out as a layer of its own.
+  // A share of the intermediate dimension, stored like a layer of its own.
   struct Part {
     size_t first = 0;  // Of the intermediate size.
     size_t size = 0;
@@ -180,12 +192,13 @@ class ExpertBank {
   };
 
   ExpertBank() = default;
-  // A bank with all sizes, without memory.
+  // Makes a bank with all sizes, but without memory.
   static Result<ExpertBank> plan(const Config& config);
   Part plan_part(size_t first, size_t size) const;
   Result<Routing> route(const Batch& batch) const;
   const uint8_t* find_expert(const Part& part, const Scratch& scratch, size_t expert_id) const;
-  // Runs tasks of all parts, each on its part's sub-pool; `count` says how many a part has.
+  // Runs the tasks of all parts, each on the sub-pool of its part; `count` returns the number of
+  // tasks of a part.
   Status run_parts(ThreadPool& pool, FunctionRef<size_t(const Part&)> count,
                    FunctionRef<Status(const PartTask&)> run) const;
   Status run_gate_up(ThreadPool& pool, const Routing& routing, const Scratch& scratch) const;
@@ -207,7 +220,7 @@ class ExpertBank {
                    const MatrixView& up, const MatrixView& down) const;
   void copy_part(const Part& part, size_t expert_id, const uint8_t* packed) const;
   size_t block_panels() const;
-  // Panels of gate and up that a part has whole multiples of.
+  // Number of gate (or up) panels of which every part has a multiple.
   size_t part_panels() const;
   size_t block_size() const { return block_panels() * kPanelColumns; }
 
@@ -225,7 +238,7 @@ class ExpertBank {
   std::vector<Part> parts_;
   bool is_apart_ = false;
   std::shared_ptr<const Storage> storage_;
-  // Empty without biases; rows of whole panels.
+  // Biases by expert, each filled up to whole panels; empty if the bank has none.
   std::vector<float> gate_bias_;
   std::vector<float> up_bias_;
   std::vector<float> down_bias_;

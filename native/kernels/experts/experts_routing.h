@@ -1,4 +1,5 @@
-// Which tokens go to which expert, and scratch: shared by the two directions of an ExpertBank.
+// The assignment of tokens to experts, and scratch memory, for the forward and the backward pass of
+// an ExpertBank.
 #pragma once
 
 #include <cstddef>

@@ -10,11 +10,12 @@
 namespace tandem {
 namespace {
 
-// Below, the last huge page of a matrix would mostly be waste.
+// Smallest size of a matrix in bytes for which huge pages are used: in a smaller one most of the
+// last huge page would be waste.
 constexpr size_t kMinHugeBytes = size_t{16} << 20;
-// Outputs that share a scale in e4m3: rows are packed in whole blocks of them.
+// Number of outputs that share a scale in e4m3; rows are packed in whole blocks of them.
 constexpr size_t kBlockRows = 128;
-// Rows that one task takes.
+// Number of rows that one task of take_rows writes.
 constexpr size_t kTakenRows = 4;
 
 }  // namespace
@@ -77,7 +78,8 @@ size_t PackedMatrix::first_panel(size_t share) const {
 Result<std::vector<int>> PackedMatrix::find_share_nodes() const {
   std::vector<int> nodes;
   for (size_t share = 0; share < num_shares_; ++share) {
-    // A share's first panel may begin on a page that belongs to the share before.
+    // Look at the middle of a share, since its first panel may begin on a page that belongs to the
+    // share before.
     const size_t middle = (first_panel(share) + first_panel(share + 1)) * panel_bytes_ / 2;
     Result<int> node = find_page_node(data_ + middle);
     if (!node.is_ok()) return node.error();
@@ -142,7 +144,7 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
         .out_stride = out_stride,
         .num_columns = std::min(kPanelColumns, out_features_ - column)});
   };
-  // Few rows: neighbouring panels together, which are one stream from memory.
+  // With few rows a task takes neighbouring panels together, which are one stream from memory.
   const size_t chunk = pieces_per_task(pool, count_panels(out_features_) * num_pieces);
   const size_t num_nodes = static_cast<size_t>(pool.num_nodes());
   if (num_shares_ == 1 || num_nodes == 1) {
@@ -151,7 +153,7 @@ Status PackedMatrix::forward(ThreadPool& pool, const Batch& batch) const {
       for (size_t i = begin; i < end; ++i) run(i / num_panels, i % num_panels);
     });
   }
-  // A node's panels are those of its shares, one behind the other.
+  // Returns the first panel of a node; the shares of a node, and so its panels, are consecutive.
   const auto first_of = [&](size_t node) {
     return first_panel((node * num_shares_ + num_nodes - 1) / num_nodes);
   };
@@ -230,7 +232,7 @@ Status PackedMatrix::forward_heads(ThreadPool& pool, const HeadsBatch& batch) co
   const size_t num_panels = count_panels(out_features_) / batch.num_heads;
   const size_t out_bytes = batch.is_out_bf16 ? 2 : 4;
   const auto run = [&](size_t head, size_t piece, size_t panel) {
-    // The head's rows of the operand.
+    // Use only this head's rows of the operand.
     const size_t skipped = head * batch.num_rows;
     Operand own = x;
     own.data += skipped * x.row_bytes;

@@ -32,15 +32,17 @@ class PackedMatrix {
     size_t in_features = 0;
     size_t out_features = 0;
     std::string_view isa;  // Empty: the widest here.
-    // Packed weights that lie elsewhere, such as a mapped file; none: memory of our own, zeroed.
+    // Memory with packed weights that somebody else owns, such as a mapped file; none: the matrix
+    // has its own memory, zeroed.
     std::shared_ptr<const WeightStorage> storage;
-    // NUMA nodes that equal shares of the outputs should lie on, and whose sub-pools compute them:
-    // share i belongs to sub-pool i * num_nodes / num_shares of a pool. Empty: wherever pages are
-    // touched first, and any thread computes any output. Without storage.
+    // NUMA nodes on which equal shares of the outputs should lie; the sub-pools of these nodes
+    // compute them: share i belongs to sub-pool i * num_nodes / num_shares of a pool. Empty: memory
+    // lies where it is touched first, and any thread computes any output. Not together with
+    // `storage`.
     std::vector<int> share_nodes;
   };
 
-  // Everything borrowed for the call.
+  // The arguments of forward(); all are borrowed for the call.
   struct Batch {
     const void* x = nullptr;  // [num_rows, in_features], fp32 or bf16.
     bool is_bf16 = false;
@@ -51,7 +53,7 @@ class PackedMatrix {
     size_t out_stride = 0;  // Items of a row of `out`; 0: out_features.
   };
 
-  // What backward() reads and writes; everything borrowed for the call.
+  // The arguments and results of backward(); all are borrowed for the call.
   struct GradBatch {
     const void* d_out = nullptr;  // [num_rows, out_features], fp32 or bf16.
     bool is_bf16 = false;
@@ -60,8 +62,9 @@ class PackedMatrix {
     bool is_added = false;
   };
 
-  // One matrix a head: head h of every row is multiplied with the h-th of `num_heads` equal shares of
-  // the outputs, each whole panels, of which `head_columns` are wanted. Strides count items.
+  // The arguments of forward_heads(), for one matrix per head: head h of every row is multiplied
+  // with the h-th of `num_heads` equal shares of the outputs. A share has whole panels, of which
+  // the first `head_columns` outputs are wanted. Strides count items.
   struct HeadsBatch {
     const void* x = nullptr;  // [num_rows][num_heads][in_features], fp32 or bf16.
     bool is_bf16 = false;
@@ -76,37 +79,42 @@ class PackedMatrix {
     size_t out_head_stride = 0;
   };
 
-  // Errors: kUnsupported (format, ISA not here), kShape (in_features that are not whole groups),
-  // kConfig (ISA name, a size of 0, nodes for storage), kCapacity (memory), kNotFound (node).
+  // Makes a matrix. Errors: kUnsupported (format, ISA not available), kShape (in_features that are
+  // not whole groups), kConfig (ISA name, a size of 0, nodes together with storage), kCapacity
+  // (memory), kNotFound (node).
   static Result<PackedMatrix> create(const Config& config);
-  // Bytes of storage that create() needs for this configuration. Errors: as create.
+  // Returns the bytes of storage that create() needs for a configuration. Errors: as create.
   static Result<size_t> count_bytes(const Config& config);
 
-  // Codes rows [first_row, first_row + matrix.rows) of W, or takes their codes. Errors: kShape (columns; a first row that
-  // does not start a block of 128; rows that end inside one, but for the last), kUnsupported
-  // (weights that the format cannot hold), kConflict (read-only storage), those of ThreadPool.
+  // Quantizes rows [first_row, first_row + matrix.rows) of W, or lays out their codes if they are
+  // quantized. Errors: kShape (columns; a first row that does not start a block of 128; rows that
+  // end inside a block and are not the last ones), kUnsupported (weights that the format cannot
+  // hold), kConflict (read-only storage), those of ThreadPool.
   Status pack(ThreadPool& pool, size_t first_row, const MatrixView& matrix);
-  // REQUIRES: out_features values.
+  // Sets the bias. REQUIRES: `bias` has out_features values.
   void set_bias(const float* bias);
 
-  // Errors: those of ThreadPool.
+  // Computes y = x W^T + b for a batch. Errors: those of ThreadPool.
   Status forward(ThreadPool& pool, const Batch& batch) const;
-  // d_x = d_out W, with W dequantized: the gradient with respect to x. Unless W is in fp32, d_out and
-  // W are rounded to bf16; sums are in fp32. Errors: kCapacity, those of ThreadPool.
+  // Computes d_x = d_out W, with W dequantized: the gradient with respect to x. Unless W is in
+  // fp32, d_out and W are rounded to bf16; sums are in fp32. Errors: kCapacity, those of
+  // ThreadPool.
   Status backward(ThreadPool& pool, const GradBatch& batch) const;
-  // REQUIRES: shares as HeadsBatch says; no bias. Errors: those of ThreadPool.
+  // Multiplies each head of the rows with its own matrix, see HeadsBatch. REQUIRES: shares as
+  // HeadsBatch says; no bias. Errors: those of ThreadPool.
   Status forward_heads(ThreadPool& pool, const HeadsBatch& batch) const;
 
-  // Writes the weights as numbers, [out_features, in_features], without the bias. Errors: those of
-  // ThreadPool.
+  // Writes the dequantized weights, [out_features, in_features] in fp32, without the bias. Errors:
+  // those of ThreadPool.
   Status unpack(ThreadPool& pool, float* out) const;
 
-  // Writes the weights of some outputs as numbers, [num_rows, in_features], fp32 or, rounded once, bf16.
-  // Errors: kShape (an output that is not there), those of ThreadPool.
+  // Writes the dequantized weights of some outputs, [num_rows, in_features], in fp32 or, rounded
+  // once, in bf16. Errors: kShape (no such output), those of ThreadPool.
   Status take_rows(ThreadPool& pool, const int64_t* outputs, size_t num_rows, void* out,
                    bool is_bf16) const;
 
-  // As of ExpertBank.
+  // Bounds of a call's speed, for benchmarks: read_weights reads all packed bytes,
+  // multiply_registers does multiply-adds with the format's dot product.
   Status read_weights(ThreadPool& pool) const;
   Status multiply_registers(ThreadPool& pool, size_t num_macs) const;
 
@@ -117,14 +125,16 @@ class PackedMatrix {
   size_t size_bytes() const { return count_panels(out_features_) * panel_bytes_; }
   uint8_t* data() const { return data_; }
   bool is_writable() const { return !storage_ || storage_->is_writable; }
-  // Whether the kernel took the wish for all nodes.
+  // True if the kernel placed every share on its wished NUMA node.
   bool is_bound() const { return own_ && own_->has_node(); }
-  // The NUMA node of each share's first page, once weights are packed. Errors: kUnsupported.
+  // Returns the NUMA node of each share's first page, once weights are packed. Errors: kUnsupported
+  // (the kernel does not report it).
   Result<std::vector<int>> find_share_nodes() const;
 
  private:
   PackedMatrix() = default;
-  // The first panel of a share; of as many as there are, the end.
+  // Returns the index of a share's first panel; for a share number after the last, the number of
+  // panels.
   size_t first_panel(size_t share) const;
   static Result<PackedMatrix> plan(const Config& config);
 

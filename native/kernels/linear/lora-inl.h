@@ -1,6 +1,6 @@
 // The body of low-rank adapters and of the rounding of sums, a part of row_ops-inl.h; see lora.h.
 
-// Rows and ranks whose sums stay in registers.
+// Numbers of rows, and of ranks, whose sums stay in registers together.
 constexpr size_t kTileRows = kLanes == 16 ? 4 : 2;
 constexpr size_t kTileRanks = kLanes == 16 ? 4 : 2;
 constexpr size_t kUpRows = kLanes == 16 ? 4 : 1;

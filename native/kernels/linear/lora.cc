@@ -5,11 +5,12 @@
 namespace tandem {
 namespace {
 
-// Rows and ranks of one piece of work: a few kilobytes of weights, read once for the rows.
+// Sizes of one piece of work, in rows, ranks and panels: its weights are a few kilobytes, read once
+// for all its rows.
 constexpr size_t kPieceRows = 16;
 constexpr size_t kPieceRanks = 8;
 constexpr size_t kPiecePanels = 8;
-// Products that are worth waking a thread for.
+// Least number of products for which another thread is worth waking.
 constexpr size_t kMinSharedProducts = 64 * 1024;
 
 size_t item_bytes(FloatType type) { return type == FloatType::kFloat32 ? 4 : 2; }

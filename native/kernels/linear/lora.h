@@ -18,7 +18,7 @@ namespace tandem {
 
 inline constexpr size_t kLoraColumns = 64;
 
-// What an adapter adds to neighbouring outputs of one head. Pointers are borrowed.
+// The LoRA factors of one adapter for consecutive outputs of one head. Pointers are borrowed.
 struct LoraPart {
   const void* down = nullptr;  // [rank][in_size], contiguous.
   const void* up = nullptr;    // [panels][rank][kLoraColumns], the last panel completed by zeros.
@@ -30,7 +30,7 @@ struct LoraPart {
   float scale = 1.0f;
 };
 
-// The rows of one adapter.
+// The rows of a batch that use one adapter, and the adapter's factors.
 struct LoraGroup {
   const int64_t* rows = nullptr;
   size_t num_rows = 0;
@@ -38,7 +38,8 @@ struct LoraGroup {
   size_t num_parts = 0;
 };
 
-// Strides count items. A plain matrix has one head.
+// A product to which adapters are applied: its input, and its sums so far. Strides count items. A
+// matrix without heads has one head.
 struct LoraTask {
   const void* x = nullptr;
   size_t x_stride = 0;
@@ -47,7 +48,8 @@ struct LoraTask {
   float* sums = nullptr;  // The product without adapters; the changes are added to it.
   size_t sums_stride = 0;
   size_t sums_head_stride = 0;
-  // Where the sums go at last, rounded once, of all rows; null leaves them where they are.
+  // Destination to which the sums of all rows are written at the end, rounded once; null: the sums
+  // are the result.
   void* out = nullptr;
   size_t out_stride = 0;
   size_t out_head_stride = 0;
@@ -58,14 +60,15 @@ struct LoraTask {
   size_t out_size = 0;  // Of a head.
 };
 
-// Memory for one call, kept for the next.
+// Scratch memory of a call, kept for the next one.
 struct LoraScratch {
   std::vector<float> low;
   std::vector<LoraDown> downs;
   std::vector<LoraUp> ups;
 };
 
-// Run all groups. REQUIRES: what the structs say; rows are below num_rows, and in one group each.
+// Adds the changes of all groups to the task's sums. REQUIRES: what the structs state; rows are
+// below num_rows, and each is in at most one group.
 Status run_lora(const RowKernels& kernels, ThreadPool* pool, const LoraTask& task,
                 const std::vector<LoraGroup>& groups, LoraScratch& scratch);
 

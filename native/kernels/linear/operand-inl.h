@@ -1,9 +1,11 @@
-// Coding activations as the operand of a product. Included inside the variant's anonymous
-// namespace by packed-inl.h.
+// Conversion of activations to the operand of a product with packed weights. Included inside the
+// variant's anonymous namespace by packed-inl.h.
 
-// Added to a small float, leaves it rounded to an integer in the low bits (1.5 * 2^23).
+// 1.5 * 2^23: adding it to a small float leaves the float, rounded to an integer, in the low bits
+// of the sum.
 constexpr float kRounder = 12582912.0f;
-// Groups of activations below are coded as zeros: the inverse of their step would overflow.
+// Largest magnitude in a group of activations below which all its codes are zero: the inverse of
+// its quantization step would overflow.
 constexpr float kSmallestAmax = 1e-30f;
 constexpr float kLargestFloat = 3.402823466e38f;
 
@@ -24,7 +26,8 @@ inline uint16_t round_to_bf16(float x) {
   return static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded);
 }
 
-// Whether activations are int8 codes; otherwise they are bf16, or fp32 beside fp32 weights.
+// True if activations are quantized to int8 codes; otherwise they are bf16, or fp32 for fp32
+// weights.
 inline bool has_codes(const WeightFormat& format) { return format.bits < 16 && !format.is_float; }
 inline size_t code_group_size(const WeightFormat& format) {
   return static_cast<size_t>(format.group_size == 0 ? kRowGroupSize : format.group_size);
@@ -36,8 +39,8 @@ inline int32_t code_centre(const WeightFormat& format) {
   return format.table != CodeTable::kNone ? 128 : 1 << (format.bits - 1);
 }
 
-// One group as int8 codes and a step. A group that holds NaN or infinity gets the step NaN, which
-// makes its own row NaN and no other.
+// Quantizes one group of activations to int8 codes with one step. A group that holds NaN or
+// infinity gets the step NaN, which makes its own row NaN and no other.
 float code_group(const float* x, size_t size, int8_t* codes, int32_t* sum) {
   uint32_t max_bits = 0;
   for (size_t i = 0; i < size; ++i) {
@@ -64,7 +67,8 @@ float code_group(const float* x, size_t size, int8_t* codes, int32_t* sum) {
   return amax / 127.0f;
 }
 
-// Codes `size` values, whole groups, as row `row`, columns [column, column + size) of an operand.
+// Writes `size` values, whole groups, into row `row`, columns [column, column + size), of an
+// operand.
 void code_row(WeightFormat format, const float* x, size_t size, Operand out, size_t row,
               size_t column) {
   uint8_t* data = out.data + row * out.row_bytes;

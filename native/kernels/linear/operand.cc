@@ -10,10 +10,10 @@
 namespace tandem {
 namespace {
 
-// Below, coding the rows takes less than waking the pool does.
+// Number of rows below which converting them takes less time than waking the thread pool.
 constexpr size_t kMinParallelRows = 8;
 
-// Of an activation that is no code.
+// Returns the bytes of an activation in a format whose activations are not quantized.
 size_t value_bytes(const WeightFormat& format) { return format.bits == 32 ? 4 : 2; }
 
 }  // namespace
@@ -116,7 +116,7 @@ Status multiply_packed(ThreadPool& pool, const PackedKernels& kernels, const Wei
                            : format.bits == 32 ? kF32StepMacs
                                                : kBf16StepMacs;
   const size_t num_tasks = (num_macs + step_macs * kTaskSteps - 1) / (step_macs * kTaskSteps);
-  // Tasks of equal size, which together perform what was asked for.
+  // Divide the multiply-adds into tasks of equal size.
   const size_t steps = num_macs / step_macs / std::max<size_t>(num_tasks, 1);
   std::atomic<int32_t> sink{0};
   return pool.parallel_for(num_tasks, 1, [&](size_t begin, size_t end, int) {

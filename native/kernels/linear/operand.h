@@ -1,5 +1,5 @@
-// What every operator over packed weights needs around the kernels: their table for an ISA, scratch
-// memory, coded activations, and the ceilings of benchmarks.
+// Common parts of the operators over packed weights: the table of kernels for an ISA, scratch
+// memory, conversion of activations, and bounds for benchmarks.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,14 @@ namespace tandem {
 
 const PackedKernels& packed_kernels(Isa isa);
 
-// Memory that grows and stays, one per calling thread: a layer's scratch is the next layer's, and
+// Scratch memory of a calling thread, which grows and is kept: the next layer reuses it, because
 // fresh pages would cost more than the work of a small batch.
 class Arena {
  public:
-  // Forgets what was taken. Errors: kCapacity.
+  // Makes all memory free again, at least `size_bytes`. Errors: kCapacity.
   Status reserve(size_t size_bytes);
-  // REQUIRES: reserved, each size rounded up to 64 bytes.
+  // Returns the next free memory. REQUIRES: `reserve` was called for the sum of all sizes, each
+  // rounded up to 64 bytes.
   uint8_t* take(size_t size_bytes);
 
  private:
@@ -31,15 +32,16 @@ class Arena {
   size_t used_ = 0;
 };
 
-// Bytes of an operand of `rows` rows of `row_size` elements, whole groups; and one taken.
+// Returns the bytes of an operand with `rows` rows of `row_size` elements, whole groups;
+// take_operand places one in an arena.
 size_t operand_bytes(const WeightFormat& format, size_t rows, size_t row_size);
 Operand take_operand(Arena& arena, const WeightFormat& format, size_t rows, size_t row_size);
 
-// Codes rows of activations, on the calling thread where there are few.
+// Converts rows of activations to an operand; on the calling thread if the rows are few.
 Status prepare_rows(ThreadPool& pool, const PackedKernels& kernels, const PrepareTask& task);
 
-// What a call could reach at best, for benchmarks: reads memory; performs multiply-adds with the
-// format's dot product.
+// Bounds of a call's speed, for benchmarks: read_packed reads memory, multiply_packed does
+// multiply-adds with the format's dot product.
 Status read_packed(ThreadPool& pool, const PackedKernels& kernels, const uint8_t* data,
                    size_t size_bytes);
 Status multiply_packed(ThreadPool& pool, const PackedKernels& kernels, const WeightFormat& format,

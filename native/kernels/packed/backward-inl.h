@@ -1,16 +1,16 @@
-// What gradients need beside the products of the forward direction: panels turned around, and the
-// activation's derivative. Included inside the variant's anonymous namespace by packed-inl.h; what
-// the functions do is said in packed_kernels.h.
+// Kernels of the backward pass beside the products of the forward pass: turning (transposing) of
+// panels, and the activation's derivative. Included inside the variant's anonymous namespace by
+// packed-inl.h; packed_kernels.h describes the functions.
 //
 // A gradient is a product with a turned panel by the forward direction's own kernel, so its sums
 // have one order as well, and a row's gradient does not depend on the other rows.
 
 #include "kernels/weights/transpose-inl.h"
 
-// Inputs that are widened at a time: a tile of 8 KiB.
+// Inputs that are dequantized at a time: a tile of 8 KiB in fp32.
 constexpr size_t kTileInputs = 32;
 
-// Rounds `size` values, a multiple of 32, to nearest even.
+// Rounds `size` floats, a multiple of 32, to bf16, to nearest even.
 inline void store_bf16(uint16_t* out, const float* values, size_t size) {
 #if TANDEM_BF16
   for (size_t i = 0; i < size; i += 2 * kLanes) round_pair(out + i, values + i);
@@ -21,10 +21,9 @@ inline void store_bf16(uint16_t* out, const float* values, size_t size) {
 
 inline F32 widen_fp16(const uint8_t* p) { return load_fp16(reinterpret_cast<const uint16_t*>(p)); }
 
-// The values of whole chunks: w = scale * (code - centre) + minimum, rounded once, as a file's own
-// decoder has it: products of scales and codes are exact in fp32, but for the 25 bits of Q6_K's. Of
-// kColumns outputs from `first_column` on.
-// REQUIRES: num_k <= kUnpackedInputs.
+// Dequantizes whole chunks of kColumns outputs from `first_column` on: w = scale * (code - centre)
+// + minimum, rounded once, as a GGUF decoder does. Products of scales and codes are exact in fp32,
+// except the 25 bits of Q6_K's. REQUIRES: num_k <= kUnpackedInputs.
 template <size_t kColumns>
 void widen_ints(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
                 size_t first_column, float* tile) {
@@ -50,7 +49,7 @@ void widen_ints(const WeightFormat& format, const uint8_t* panel, size_t first_k
   }
 }
 
-// bf16 as it is, [inputs][64 outputs].
+// Copies the weights of a bf16 panel as [inputs][64 outputs].
 void split_bf16(const uint8_t* panel, size_t first_k, size_t num_k, uint16_t* tile) {
   const uint8_t* p = panel + first_k / 2 * kStepBytes;
   for (size_t k = 0; k < num_k; k += 2, p += kStepBytes) {
@@ -113,7 +112,7 @@ void widen_floats(const uint8_t* panel, size_t first_k, size_t num_k, size_t fir
   }
 }
 
-// [num_k][kColumns outputs] in fp32, of formats of codes.
+// Dequantizes a format with codes to [num_k][kColumns outputs] in fp32.
 template <size_t kColumns>
 void widen_values(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
                   size_t first_column, float* out) {
@@ -127,7 +126,7 @@ void widen_values(const WeightFormat& format, const uint8_t* panel, size_t first
     widen_ints<kColumns>(format, panel, first_k, num_k, first_column, out);
 }
 
-// [num_k][kRowColumns outputs] in fp32, of any format.
+// Dequantizes any format to [num_k][kRowColumns outputs] in fp32.
 void widen_narrow(const WidenTask& task) {
   const uint8_t* panel = task.panel;
   if (task.format.bits < 16)
@@ -147,7 +146,7 @@ void widen_narrow(const WidenTask& task) {
   }
 }
 
-// [kTileInputs][64 outputs] in bf16 of a panel's inputs from first_k on; zero beyond num_k.
+// Writes a panel's inputs from first_k on as [kTileInputs][64 outputs] in bf16; zeros beyond num_k.
 void make_tile(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
                uint16_t* tile) {
   if (num_k < kTileInputs)
@@ -186,7 +185,7 @@ inline bool turn_in_registers(const WeightFormat&, const uint8_t*, size_t, size_
 }
 #endif
 
-// fp32 as it is, value[outputs][64 inputs].
+// Turns a part of an fp32 panel: copies it to [outputs][64 inputs].
 void turn_f32(const TurnTask& task) {
   float* out = reinterpret_cast<float*>(task.out);
   for (size_t p = 0; p < task.num_panels; ++p, out += kPanelColumns * kPanelColumns) {
@@ -238,7 +237,7 @@ void turn(const TurnTask& task) {
   }
 }
 
-// The activation of a limited gate and its derivative.
+// An activation function with a limited gate: its value and its derivative.
 struct Slope {
   F32 value, slope;
 };
@@ -293,7 +292,7 @@ void activate_rows_back(const ActivateBackTask& task) {
       F32 scaled = dh * weight;
       if (task.extra != nullptr)
         scaled = scaled + load_f32(task.extra + row * task.extra_stride + c);
-      // Beyond the limit nothing changes.
+      // Beyond the limit the gate is constant, so its derivative is 0.
       const I32 is_cut = is_less(limit, gate);
       const I32 is_up_cut = is_less(limit, as_f32(as_i32(up) & set_i32(INT32_MAX)));
       store_f32(d_gate + c, as_f32(select(is_cut, set_i32(0), as_i32(scaled * u * f.slope))));

@@ -10,7 +10,8 @@
 constexpr size_t kStepBytes = kPanelColumns * 4;  // One step over K of a whole panel.
 constexpr size_t kPanelVectors = kPanelColumns / kLanes;
 
-// Rows of an operand: those listed, or consecutive ones where the list is null.
+// The rows of an operand that a product reads: those listed in `ids`, or consecutive ones from
+// `first` if `ids` is null.
 struct RowList {
   const int32_t* ids;
   size_t first;
@@ -31,10 +32,11 @@ struct Tile {
 
 #include "kernels/vectors/unroll-inl.h"
 
-// The hardware follows the one sequence that a panel is, but with several operations for each line
-// it falls behind: 4-bit weights came at half the speed for two rows. At the end of a panel this
-// reaches into the one that mostly comes next.
-// With AVX2 half of that: one row of int8 then takes 1.03 times as long as reading it, and not 1.33.
+// Bytes by which codes are prefetched. A panel is one sequence, which the hardware's own
+// prefetching follows; but with several operations per cache line it falls behind: 4-bit weights
+// came at half the speed with two rows. At the end of a panel the prefetch reaches into the panel
+// behind it, which usually comes next. With AVX2 half the distance is used: one row of int8 then
+// takes 1.03 times as long as reading its weights, instead of 1.33 times.
 constexpr size_t kPrefetchBytes = kLanes == 8 ? 2048 : 4096;
 template <int kVectors>
 TANDEM_INLINE inline void prefetch_step(const uint8_t* codes) {
@@ -55,7 +57,7 @@ TANDEM_INLINE inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* c
   });
 }
 
-// The same in 16 bits: the products of a step become `sums`, or are added to them.
+// Does the same as add_step with products of 16 bits, which become `sums` or are added to them.
 template <class Narrow, bool kIsFirst, int kRows, int kVectors>
 TANDEM_INLINE inline void add_narrow_step(I32 (&sums)[kRows][kVectors],
                                           const uint8_t* const (&a)[kRows], size_t k,
@@ -79,14 +81,15 @@ TANDEM_INLINE inline void add_narrow_sums(I32 (&acc)[kRows][kVectors],
   });
 }
 
-// Adds the products of a group as add_codes does, with sums of kNarrowSteps steps in 16 bits.
+// Adds the products of a group as add_codes does, but sums the products of kNarrowSteps steps in 16
+// bits first.
 template <class Format, int kRows, int kVectors>
 TANDEM_INLINE inline void add_narrow_codes(I32 (&acc)[kRows][kVectors],
                                            const uint8_t* const (&a)[kRows], size_t k,
                                            size_t group_size, const uint8_t* codes, size_t column) {
   using Narrow = NarrowSums<Format::kMaxCode>;
   constexpr size_t kSteps = Format::kNarrowSteps, kChunkSteps = Format::kChunk / 4;
-  // Steps in whole chunks and whole sums.
+  // Number of steps that are both whole chunks of codes and whole 16-bit sums.
   constexpr size_t kRun = kChunkSteps < kSteps ? kSteps : kChunkSteps;
   static_assert(kRun % kChunkSteps == 0 && kRun % kSteps == 0);
   I32 sums[kRows][kVectors];
@@ -107,7 +110,7 @@ TANDEM_INLINE inline void add_narrow_codes(I32 (&acc)[kRows][kVectors],
   }
 }
 
-// Adds the products of a group's codes, the columns of kVectors vectors from `column` on.
+// Adds the integer products of a group's codes, for kVectors vectors of columns from `column` on.
 template <class Format, int kRows, int kVectors>
 TANDEM_INLINE inline void add_codes(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
                                     size_t k, size_t group_size, const uint8_t* codes,
@@ -118,7 +121,7 @@ TANDEM_INLINE inline void add_codes(I32 (&acc)[kRows][kVectors], const uint8_t* 
     unroll<Format::kChunkBytes / kStepBytes>([&](auto i) TANDEM_INLINE {
       prefetch_step<kVectors>(codes + i.value * kStepBytes + column * 4);
     });
-    // Loaded again for each step rather than kept: the registers hold sums.
+    // Codes are loaded again for each step and not kept, because the registers hold the sums.
     unroll<Format::kChunk / 4>([&](auto i) TANDEM_INLINE {
       IntWeights w[kVectors];
       unroll<kVectors>([&](auto v) TANDEM_INLINE {
@@ -129,7 +132,8 @@ TANDEM_INLINE inline void add_codes(I32 (&acc)[kRows][kVectors], const uint8_t* 
   }
 }
 
-// The sum with a group added: products of codes times both steps, and what the minimum adds.
+// Returns the float sum with a group added: its integer products times the scales of both sides,
+// and the term of the minimum.
 template <bool kHasMinimum>
 TANDEM_INLINE inline F32 add_group(F32 sum, I32 products, F32 scale, F32 minimum,
                                    const Operand& operand, size_t group_id) {
@@ -139,15 +143,17 @@ TANDEM_INLINE inline F32 add_group(F32 sum, I32 products, F32 scale, F32 minimum
   return sum;
 }
 
-// One scale a row: applied to the whole sum.
+// Multiplies whole sums with the one scale that each output has, for formats with one scale per
+// row.
 inline void scale_row(float* out, const uint8_t* panel) {
   const uint16_t* scales = reinterpret_cast<const uint16_t*>(panel);
   for (size_t c = 0; c < kPanelColumns; c += kLanes)
     store_f32(out + c, load_f32(out + c) * load_fp16(scales + c));
 }
 
-// Scales of the columns of a group times the number of each output that stands before a panel, or
-// divided by it where it is negative: in one rounding, as a checkpoint's own decoder does.
+// Multiplies the scales of a group's columns with the factor of each output, which stands before
+// the panel; a negative factor divides by its magnitude instead. Either is one rounding, as in the
+// checkpoint's own decoder.
 inline F32 apply_factor(F32 scale, const uint8_t* panel, size_t column) {
   const F32 factor = load_f32(reinterpret_cast<const float*>(panel) + column);
   const F32 divided = scale / (zero_f32() - factor);
@@ -158,14 +164,14 @@ inline void apply_factors(float* out, const uint8_t* panel) {
     store_f32(out + c, load_f32(out + c) * apply_factor(set_f32(1.0f), panel, c));
 }
 
-// The same of e4m3, whose scales are fp32.
+// Does the same as scale_row for e4m3, whose scales are fp32.
 inline void scale_float_row(float* out, const uint8_t* panel) {
   const float* scales = reinterpret_cast<const float*>(panel);
   for (size_t c = 0; c < kPanelColumns; c += kLanes)
     store_f32(out + c, load_f32(out + c) * load_f32(scales + c));
 }
 
-// What stands beside the codes of a float format.
+// Kind of scales of a float format: one for each group, or one for each row (output).
 enum class FloatScales { kGroup, kRow };
 
 template <FloatScales kScales>
@@ -173,8 +179,8 @@ constexpr size_t kFloatGroupHeader = kScales == FloatScales::kRow ? 0 : kFloatHe
 template <FloatScales kScales>
 constexpr size_t kFloatPanelHeader = kScales == FloatScales::kRow ? kRowHeaderBytes : 0;
 
-// The scales of columns [column, column + kLanes) of a group of a float format, but for the one of a
-// row.
+// Returns the scales of columns [column, column + kLanes) for a group of a float format; without
+// the scale of a row, which is applied at the end.
 template <int kBits, FloatScales kScales>
 TANDEM_INLINE inline F32 load_float_scale(const uint8_t* header, size_t column) {
   if constexpr (kScales == FloatScales::kRow)
@@ -185,8 +191,9 @@ TANDEM_INLINE inline F32 load_float_scale(const uint8_t* header, size_t column) 
     return as_f32(shift_left_23(load_u8(header + column)));
 }
 
-// out[kRows, 64 columns]; groups are summed in ascending order. All columns of a group come before
-// the next group, so that a panel is read once, in order, however many columns the registers hold.
+// Computes out[kRows, 64 columns]; groups are summed in ascending order. All columns of a group
+// come before the next group, so that a panel is read once and in order, however many columns fit
+// the registers.
 template <int kRows, int kVectors, class Format>
 void tile_int(const Tile& tile, size_t first_row) {
   const size_t group_size = Format::group_size(tile.format);
@@ -194,7 +201,8 @@ void tile_int(const Tile& tile, size_t first_row) {
   const Operand operand = *tile.a;
   const uint8_t* a[kRows];
   size_t group_id[kRows];
-  // The fp32 sums live in the output, touched once a group: the registers hold the integer sums.
+  // The float sums are kept in the output and touched once per group, because the registers hold
+  // the integer sums.
   float* out[kRows];
   unroll<kRows>([&](auto r) TANDEM_INLINE {
     const size_t row = row_at(tile.rows, first_row + r.value);
@@ -210,7 +218,8 @@ void tile_int(const Tile& tile, size_t first_row) {
     for (size_t column = 0; column < kPanelColumns; column += kVectors * kLanes) {
       I32 acc[kRows][kVectors];
       unroll<kRows>([&](auto r) TANDEM_INLINE {
-        // Starting from the correction undoes the codes' offset at no cost.
+        // Starting from the operand's correction, not from zero, undoes the offset of the unsigned
+        // codes at no cost.
         const I32 start =
             set_i32(Format::kHasMinimum ? 0 : operand.corrections[group_id[r.value] + group]);
         unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = start; });
@@ -265,7 +274,8 @@ void tile_bf16(const Tile& tile, size_t first_row, size_t column) {
   });
 }
 
-// e4m3 and e2m1, widened to bf16 in registers: as tile_int, with sums of a group in fp32.
+// Multiplies e4m3 or e2m1 weights, widened to bf16 in registers: like tile_int, but the sums of a
+// group are fp32.
 template <int kRows, int kVectors, int kBits, FloatScales kScales>
 void tile_float(const Tile& tile, size_t first_row) {
   constexpr size_t kGroup = kBits == 8 ? 128 : 32;
@@ -287,7 +297,8 @@ void tile_float(const Tile& tile, size_t first_row) {
       const uint8_t* codes = p + kFloatGroupHeader<kScales> + column * 4;
       for (size_t k = first; k < first + kGroup; k += kStep, codes += kStepBytes) {
         prefetch_step<kVectors>(codes);
-        // A vector of weights at a time: widened, all of them would not fit beside the sums.
+        // Weights are widened one vector at a time: all of them would not fit into registers beside
+        // the sums.
         unroll<kVectors>([&](auto v) TANDEM_INLINE {
           const I32 packed = load_i32(codes + v.value * kLanes * 4);
           const auto add = [&](size_t at, Bf16Pair w) TANDEM_INLINE {
@@ -342,7 +353,7 @@ void run_block(const Tile& tile, size_t row) {
     run = tile_float<kRows, kBf16Vectors, 4, FloatScales::kGroup>;
   else
     run = visit_int_format(format, [](auto f) -> void (*)(const Tile&, size_t) {
-      // Several rows of a format that is unpacked first are multiplied elsewhere.
+      // Several rows of a format that is unpacked first are multiplied in multiply_unpacked-inl.h.
       if constexpr (kRows == 1 || !decltype(f)::kKeepsUnpacked)
         return tile_int<kRows, kVectors, decltype(f)>;
       return nullptr;
@@ -358,10 +369,10 @@ void run_rows(const Tile& tile, size_t row, size_t count) {
 
 #include "kernels/packed/multiply_unpacked-inl.h"
 
-// out[num_rows, 64] = rows of a times the panel, with vectors.
+// Computes out[num_rows, 64] = rows of a times the panel with vector instructions.
 void multiply_vectors(const Tile& tile, size_t num_rows) {
   if (num_rows > 1 && keeps_unpacked(tile.format)) return multiply_unpacked(tile, num_rows);
-  // Blocks of equal height: 8 rows as 4 + 4 rather than 6 + 2.
+  // Split the rows into blocks of nearly equal height: 8 rows as 4 + 4, not 6 + 2.
   const size_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
   size_t row = 0;
   for (size_t left = num_blocks; left > 0; --left) {

@@ -3,10 +3,11 @@
 // An output is one chain of fused multiply-adds over K, ascending, on every ISA. Between two chunks of
 // K its sum lies in the output, as exactly as in a register, so chunks change no bit either.
 
-// Inputs that all rows of a call take before the next ones: 64 KiB of the panel, in L2.
+// Number of inputs that all rows of a call are multiplied with before the next inputs: 64 KiB of
+// the panel, which stay in L2.
 constexpr size_t kF32Chunk = 256;
 
-// Inputs [first_k, last_k) of a tile.
+// The inputs [first_k, last_k) of a panel that a call multiplies.
 struct F32Span {
   size_t first_k, last_k;
 };
@@ -27,7 +28,8 @@ void tile_f32(const Tile& tile, size_t first_row, size_t column, F32Span span) {
   });
   const uint8_t* p = tile.panel + span.first_k * kStepBytes + column * 4;
   for (size_t k = span.first_k; k < span.last_k; ++k, p += kStepBytes) {
-    // The first columns fetch the whole step: lines of a panel come in order, or slowly.
+    // The first columns prefetch the lines of all columns of a step: memory delivers a panel's
+    // lines fast only in order.
     if (column == 0) prefetch_step<kPanelVectors>(p);
     F32 w[kVectors];
     unroll<kVectors>([&](auto v) TANDEM_INLINE {

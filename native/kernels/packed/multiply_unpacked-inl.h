@@ -19,12 +19,13 @@ inline bool keeps_unpacked(const WeightFormat& format) {
   return visit_int_format(format, [](auto f) { return decltype(f)::kKeepsUnpacked; });
 }
 
-// Inputs [first_k, first_k + num_k), at most kUnpackedInputs, whole chunks; of one superblock.
+// Unpacks inputs [first_k, first_k + num_k) of a panel: at most kUnpackedInputs, whole chunks, all
+// of one superblock.
 template <class Format>
 void unpack_span(const WeightFormat& format, const uint8_t* panel, size_t first_k, size_t num_k,
                  Unpacked& out) {
   const size_t group_size = Format::group_size(format);
-  // Inputs whose scales are read at once: a superblock, or a group.
+  // Number of inputs whose scales are read together: a superblock, or a group.
   const size_t span = Format::kIsSuper ? kSuperblockSize : group_size;
   GroupScales<Format> scales;
   const uint8_t* codes = nullptr;
@@ -59,10 +60,11 @@ inline UnpackSpan choose_unpacking(const WeightFormat& format) {
   return visit_int_format(format, [](auto f) -> UnpackSpan { return unpack_span<decltype(f)>; });
 }
 
-// The largest code that sums of so many steps in 16 bits are possible for.
+// Returns the largest code for which `steps` products with int8 can be summed in 16 bits without
+// overflow.
 constexpr int max_narrow_code(int steps) { return 32767 / 256 / steps; }
 
-// Adds the products of a group.
+// Adds the integer products of one group of unpacked codes.
 template <int kNarrowSteps, int kRows, int kVectors>
 TANDEM_INLINE inline void add_unpacked_group(I32 (&acc)[kRows][kVectors],
                                              const uint8_t* const (&a)[kRows], size_t k,
@@ -92,7 +94,7 @@ TANDEM_INLINE inline void add_unpacked_group(I32 (&acc)[kRows][kVectors],
   }
 }
 
-// Adds the products with unpacked inputs from `first_k` on to the output.
+// A range of unpacked inputs, from `first_k` on, whose products are added to the output.
 struct UnpackedSpan {
   const Unpacked* weights;
   size_t first_k, num_k, group_size;
@@ -146,7 +148,7 @@ void run_block_unpacked(const Tile& tile, const UnpackedSpan& span, size_t row) 
 template <int kRows>
 void run_rows_unpacked(const Tile& tile, const UnpackedSpan& span, size_t row, size_t count) {
   if (count == kRows) {
-    // No format asks for narrow sums on a target that has none.
+    // A target without 16-bit sums (kSteps 0) never gets a format that asks for them.
     if constexpr (NarrowSums<1>::kSteps != 0) {
       if (span.narrow_steps == 8) return run_block_unpacked<kRows, 8>(tile, span, row);
       if (span.narrow_steps == 4) return run_block_unpacked<kRows, 4>(tile, span, row);

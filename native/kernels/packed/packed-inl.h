@@ -27,7 +27,8 @@ namespace {
 
 #include "kernels/packed/backward-inl.h"
 
-// Rows that one task holds in fp32 at a time: 48 x 128 gate and up values are 48 KiB, in L2.
+// Rows whose gate and up values a task holds in fp32 at a time: 48 x 128 values are 48 KiB, which
+// fit in L2.
 constexpr size_t kRowChunk = 48;
 
 inline void add_bias(float* rows, size_t num_rows, size_t width, const float* bias) {
@@ -37,7 +38,8 @@ inline void add_bias(float* rows, size_t num_rows, size_t width, const float* bi
       store_f32(rows + i, load_f32(rows + i) + load_f32(bias + i));
 }
 
-// Adds to gate and up what came from elsewhere, and keeps what the activation sees.
+// Adds `delta` (what LoRA adapters contribute) to a row's gate and up, and keeps the values that
+// the activation sees, for the backward pass.
 void keep_row(const GateUpTask& task, size_t row, float* gate, float* up, size_t width) {
   for (size_t which = 0; which < 2; ++which) {
     const size_t at = (2 * row + which) * task.kept_columns;
@@ -115,7 +117,8 @@ void down(const DownTask& task) {
       down_panel(task, task.experts[e], panel);
 }
 
-// Writes or adds one row of a product; bf16 is rounded once, after everything is summed.
+// Writes one row of a product to `out`, or adds it there; bf16 is rounded once, after everything is
+// summed.
 template <class Out>
 inline void finish_row(const LinearTask& task, const float* y, Out* out) {
   for (size_t i = 0; i < task.num_columns; ++i) {
@@ -182,7 +185,8 @@ int32_t multiply_registers(const WeightFormat& format, size_t num_steps) {
   const bool is_narrow =
       has_codes(format) &&
       visit_int_format(format, [](auto f) { return decltype(f)::kNarrowSteps != 0; });
-  // Twelve chains of 16 lanes: enough to hide the latency of any dot product here.
+  // Number of independent chains of 16 lanes: twelve hide the latency of every dot product
+  // instruction that is used here.
   constexpr size_t kChains = 12;
   constexpr size_t kParts = 16 / kLanes;
   const uint8_t bytes[4] = {1, 2, 3, 4};

@@ -12,10 +12,10 @@
 
 namespace tandem {
 
-// Rows ready to be multiplied with packed weights. Float formats: values only, fp32 for fp32, else
-// bf16. Integer formats:
-// int8 codes, one scale per group, and what undoes the offset of the weights' codes. Columns up to
-// row_size are zero beyond the size of the rows.
+// Rows of activations in the form in which they are multiplied with packed weights. For float
+// formats: values only, fp32 for fp32 weights, else bf16. For integer formats: int8 codes, one
+// scale per group, and the terms that undo the offset of the weights' codes. Columns beyond the
+// size of the rows, up to row_size, are zero.
 struct Operand {
   uint8_t* data;         // [rows][row_bytes]; codes or values.
   size_t row_size;       // Elements of a row, whole groups.
@@ -34,14 +34,16 @@ struct PrepareTask {
   size_t first_row;
   size_t last_row;
   Operand out;
-  // With heads, row h * head_rows + t is head h of token t; strides count items. 0: no heads.
+  // With heads, row h * head_rows + t of the operand is head h of token t, and strides count items.
+  // 0: the rows have no heads.
   size_t head_rows = 0;
   size_t head_stride = 0;
   size_t token_stride = 0;
 };
 
-// What stands between gate, up and down: h = f(g) * (u + up_offset), where g = min(gate, limit),
-// u = up clamped to +-limit, and f(g) is g * sigmoid(alpha * g) or one of the GELUs.
+// The activation function between gate, up and down: h = f(g) * (u + up_offset), where g =
+// min(gate, limit), u = up clamped to +-limit, and f(g) is g * sigmoid(alpha * g) or one of the
+// GELUs.
 enum class ActivationKind : int32_t { kSilu, kGeluErf, kGeluTanh };
 struct Activation {
   ActivationKind kind = ActivationKind::kSilu;
@@ -50,7 +52,8 @@ struct Activation {
   float up_offset = 0.0f;
 };
 
-// h[rows, columns] = activation(x gate^T + gate_bias, x up^T + up_bias), coded as down's operand.
+// Computes h[rows, columns] = activation(x gate^T + gate_bias, x up^T + up_bias), in the form of
+// the down projection's operand.
 struct GateUpTask {
   WeightFormat format;
   Activation activation;
@@ -67,9 +70,9 @@ struct GateUpTask {
   Operand h;               // Without data: nothing is coded.
   size_t first_row;        // Of h.
   size_t first_column;     // Of h.
-  // For gradients, [rows of h][gate, up][kept_columns] from the block's first column on; null for
-  // none. `delta` is added before the activation; `kept` takes what the activation sees, in the
-  // format of gradients.
+  // For training, arrays [rows of h][gate, up][kept_columns] from the block's first column on;
+  // null: none. `delta` is added before the activation; `kept` receives what the activation sees,
+  // in bf16 or, for fp32 weights, in fp32.
   const float* delta = nullptr;
   void* kept = nullptr;
   size_t kept_columns = 0;
@@ -82,7 +85,8 @@ struct ExpertRows {
   size_t num_pairs;
 };
 
-// out[token, columns] = sum over experts of weight * (h down^T + bias), in the given order.
+// Computes out[token, columns] = sum over experts of weight * (h down^T + bias), in the given order
+// of experts.
 struct DownTask {
   WeightFormat format;
   size_t size;                // K, the intermediate size in whole groups.
@@ -100,7 +104,7 @@ struct DownTask {
   bool is_added = false;      // To what out holds, which is bitwise the sum over more experts.
 };
 
-// out[rows, columns] = x panel^T + bias, or added to what is there.
+// Computes out[rows, columns] = x panel^T + bias, or adds this to what `out` holds.
 struct LinearTask {
   WeightFormat format;
   size_t size;           // K in whole groups.
@@ -114,12 +118,13 @@ struct LinearTask {
   bool is_added;
   size_t out_stride;     // Elements.
   size_t num_columns;    // At most kPanelColumns.
-  // Rows of x, where they are not consecutive; the rows of out then begin at 0.
+  // Indexes of the rows of x, if these are not consecutive; the rows of `out` then begin at 0.
   const int32_t* row_ids = nullptr;
 };
 
-// Codes outputs [first_row, first_row + kPanelColumns) of a matrix, fewer at its end, and of these
-// the inputs [first_k, last_k). Scales of rows and of blocks are those of the whole matrix.
+// Quantizes into one panel the outputs [first_row, first_row + kPanelColumns) of a matrix, fewer at
+// its end, and of these the inputs [first_k, last_k). Scales of rows and of blocks are computed
+// over the whole matrix.
 struct PackTask {
   WeightFormat format;
   const void* weights;  // [num_rows][row_size], fp32 or bf16.
@@ -135,9 +140,10 @@ struct PackTask {
 
 inline constexpr size_t kMaxBlockPanels = kMaxGroupSize / kPanelColumns;
 
-// A turned panel sums over outputs: kPanelColumns inputs of a matrix as the outputs of a panel of the
-// format of gradients: fp32 of a matrix in fp32, else bf16, to which weights are rounded once.
-// Outputs that are turned at a time: a panel of 128 KiB in bf16, in L2.
+// Number of outputs of a matrix that are turned (transposed) at a time for the backward pass, whose
+// products sum over outputs. A turned panel has kPanelColumns inputs of the matrix as its outputs;
+// it is in fp32 for an fp32 matrix, else in bf16, to which weights are rounded once. 1024 outputs
+// are a panel of 128 KiB in bf16, which fits in L2.
 inline constexpr size_t kTurnedOutputs = 1024;
 
 struct TurnTask {
@@ -150,11 +156,11 @@ struct TurnTask {
   uint8_t* out;
 };
 
-// Outputs whose values are widened together where one of them is wanted: as many as the widest vector
-// has lanes.
+// Number of outputs that are dequantized together if one of them is wanted: the lanes of the widest
+// vector.
 inline constexpr size_t kRowColumns = 16;
 
-// The values of inputs [first_k, first_k + num_k) of a panel, whole steps, or chunks, of the format.
+// Dequantizes inputs [first_k, first_k + num_k) of a panel, whole steps, or chunks, of the format.
 struct WidenTask {
   WeightFormat format;
   const uint8_t* panel;
@@ -165,8 +171,8 @@ struct WidenTask {
   size_t first_column = 0;  // A multiple of kRowColumns.
 };
 
-// From the gradient of h = f(gate) * (up + up_offset) to those of gate, up and the router weights,
-// for kPanelColumns columns of some rows.
+// Computes, from the gradient of h = f(gate) * (up + up_offset), those of gate, up and the router
+// weights, for kPanelColumns columns of some rows.
 struct ActivateBackTask {
   Activation activation;
   size_t num_rows;
@@ -188,22 +194,23 @@ struct PackedKernels {
   void (*gate_up)(const GateUpTask& task);
   void (*down)(const DownTask& task);
   void (*linear)(const LinearTask& task);
-  // Returns an output whose weights the format cannot hold, or -1. The panel is then undefined.
+  // Packs a panel. Returns an output whose weights the format cannot hold, and leaves the panel
+  // undefined; -1 if all fit.
   int64_t (*pack)(const PackTask& task);
   // Adds the parts in their order: out[i] = parts[0][i] + parts[1][i] + ...
   void (*add_parts)(const float* const* parts, size_t num_parts, size_t size, float* out);
-  // What a thread reaches at best, for benchmarks: reading memory, and multiplying registers with
-  // the dot product that the format uses. The results only keep the work from being optimised away.
+  // Bounds of a thread's speed, for benchmarks: reading memory, and multiplying registers with the
+  // format's dot product. The results only keep the compiler from removing the work.
   int32_t (*read_memory)(const uint8_t* data, size_t size_bytes);
   int32_t (*multiply_registers)(const WeightFormat& format, size_t num_steps);
-  // Gradients.
+  // Kernels of the backward pass.
   void (*turn)(const TurnTask& task);
   void (*activate_back)(const ActivateBackTask& task);
-  // Weights as numbers.
+  // Dequantizes weights.
   void (*widen)(const WidenTask& task);
 };
 
-// Multiply-adds per step of multiply_registers.
+// Numbers of multiply-adds in one step of multiply_registers, for int8, bf16 and fp32.
 inline constexpr size_t kIntStepMacs = 12 * 16 * 4;
 inline constexpr size_t kBf16StepMacs = 12 * 16 * 2;
 inline constexpr size_t kF32StepMacs = 12 * 16;

@@ -2,13 +2,13 @@
 // which the products of multiply-inl.h and multiply_tiles-inl.h and the gradients of backward-inl.h
 // share. Included by multiply-inl.h; weight_format.h says where what lies.
 
-// The numbers beside codes, in fp16 or made of a superblock's.
+// Kinds of scales beside the codes: fp16 numbers, or integers times fp16 numbers of a superblock.
 enum class Scales { kGroup, kGroupMinimum, kGroupZero, kGroupE4m3, kRow };
 
 constexpr size_t kScaleBytes = kPanelColumns * 2;
 
-// The largest power of two up to `most`, and to the steps of a group: of 32 inputs, if it is known at
-// run time only.
+// Returns the largest power of two that exceeds neither `most` nor the steps of a group (4 inputs
+// each). A group size that is known only at run time counts as 32 inputs.
 constexpr int count_narrow_steps(int most, int group_size) {
   const int whole = group_size == 16 ? 4 : 8;
   int steps = 0;
@@ -16,7 +16,8 @@ constexpr int count_narrow_steps(int most, int group_size) {
   return steps;
 }
 
-// kGroupSize 0: the format's own, known at run time.
+// An integer weight format as a type. kGroupSize 0: the group size is a field of the format, known
+// only at run time.
 template <int kCodeBits, Scales kKind, int kLevelBits = 0, int kGroupSize = 0,
           CodeTable kCodeTable = CodeTable::kNone>
 struct IntFormat {
@@ -26,11 +27,11 @@ struct IntFormat {
   static constexpr CodeTable kTable = kCodeTable;
   static constexpr bool kHasTable = kTable != CodeTable::kNone;
   static constexpr bool kIsBook = kTable > CodeTable::kE2m1;
-  // An fp32 number of each output, which multiplies whole sums.
+  // True if each output has an fp32 factor, by which its whole sum is multiplied (NVFP4).
   static constexpr bool kHasFactor = kKind == Scales::kGroupE4m3;
-  // Levels that lie above the signs of each group.
+  // True if the integer of a group's scale is stored in the bits above the group's signs.
   static constexpr bool kLevelsAside = kTable == CodeTable::kIq2Xxs || kTable == CodeTable::kIq3Xxs;
-  // Upper bits of indices, one for every four inputs.
+  // True if the upper bits of codebook indices, one index per four inputs, are stored apart.
   static constexpr bool kHasUpper = kTable == CodeTable::kIq2S || kTable == CodeTable::kIq3S;
   static constexpr bool kHasZeros = kKind == Scales::kGroupZero;
   static constexpr bool kHasMinimum = kKind == Scales::kGroupMinimum || kHasZeros;
@@ -38,18 +39,18 @@ struct IntFormat {
   static constexpr bool kIsSuper = kLevelBits != 0;
   // True if products of several rows unpack the weights first, into memory.
   static constexpr bool kKeepsUnpacked = kIsSuper || kHasTable || kHasZeros || kCodeBits == 5;
-  // The value of code 0, before the scale.
+  // The code that stands for zero, before the scale is applied.
   static constexpr int32_t kCentre = kHasMinimum  ? 0
                                      : kHasFactor ? kE2m1Centre
                                      : kHasTable  ? 128
                                                   : 1 << (kCodeBits - 1);
-  // The largest code that is unpacked, and how many steps of products of such codes are summed in 16
-  // bits: a power of two, within a group; 0: none.
+  // The largest code that unpacking gives, and the number of steps whose products with such codes
+  // are summed in 16 bits: a power of two within a group; 0: none.
   static constexpr int kMaxCode = kHasFactor                ? 2 * kE2m1Centre
                                   : kHasTable || kBits == 8 ? 255
                                                             : (1 << kBits) - 1;
   static constexpr int kNarrowSteps = count_narrow_steps(NarrowSums<kMaxCode>::kSteps, kGroupSize);
-  // Inputs that are unpacked together.
+  // Number of inputs that are unpacked together (a chunk).
   static constexpr size_t kChunk =
       kIsBook ? kGroupSize : kBits == 8 ? 4 : kBits == 4 ? 8 : kBits == 5 ? 32 : 16;
   static constexpr size_t kChunkBytes =
@@ -58,9 +59,10 @@ struct IntFormat {
                                        : kHasFactor ? kPanelColumns
                                        : kHasZeros  ? kScaleBytes + kPanelColumns / 2
                                                     : (kHasMinimum ? 2 : 1) * kScaleBytes;
-  // Before all groups of a panel.
+  // Bytes at the beginning of a panel, before its first group.
   static constexpr size_t kPanelHeaderBytes = kIsRow ? kScaleBytes : kHasFactor ? kRowHeaderBytes : 0;
-  // Of a superblock: groups, integers of scales and minima, and bytes before the codes.
+  // Sizes of a superblock: its groups, its integers of scales and minima (levels), and its bytes
+  // before the codes.
   static constexpr size_t kGroups = kIsSuper ? kSuperblockSize / kGroupSize : 1;
   static constexpr size_t kLevels =
       kIsSuper && !kLevelsAside ? kGroups * (kHasMinimum ? 2 : 1) : 0;
@@ -127,28 +129,29 @@ inline auto visit_int_format(const WeightFormat& format, const Visit& visit) {
   return format.has_minimum ? visit(IntFormat<4, kMinimum>{}) : visit(IntFormat<4, kPlain>{});
 }
 
-// IQ4_NL's values plus 128, so that they are unsigned.
+// The values of GGUF's table IQ4_NL plus 128, which makes them unsigned.
 alignas(16) constexpr uint8_t kTableCodes[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                                  129, 141, 153, 166, 181, 197, 217, 241};
-// Twice what e2m1's codes stand for, plus kE2m1Centre.
+// Twice the values of e2m1's codes, plus kE2m1Centre, which makes them unsigned.
 alignas(16) constexpr uint8_t kE2m1Codes[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                 12, 11, 10, 9,  8,  6,  4,  0};
 
-// Seven signs of eight inputs from bit kShift on: those of the first or the second four, from bit 0 on.
+// Returns the signs of four of eight inputs in the lowest bits. Seven signs are stored from bit
+// kShift on; kIsSecond chooses the second four inputs.
 template <int kShift, bool kIsSecond>
 TANDEM_INLINE inline I32 complete_signs(I32 words) {
   const I32 seven = words >> kShift;
   if constexpr (!kIsSecond) {
     return seven;
   } else {
-    // The eighth sign makes their number even.
+    // The eighth sign is not stored: it makes the number of negative signs even.
     const I32 masked = seven & 127;
     const I32 odd = (set_i32(0x6996) >> ((masked ^ (masked >> 4)) & 15)) & 1;
     return (masked >> 4) | (odd << 3);
   }
 }
 
-// The inputs 4 kStep + i of a chunk of indices and signs, as unpack_codes.
+// Does the same as unpack_codes for a chunk of codebook indices and signs: inputs 4 kStep + i.
 template <class Format, int kStep>
 TANDEM_INLINE inline I32 unpack_entries(const uint8_t* chunk, size_t column) {
   constexpr CodeTable kTable = Format::kTable;
@@ -183,7 +186,8 @@ TANDEM_INLINE inline I32 unpack_entries(const uint8_t* chunk, size_t column) {
   }
 }
 
-// Codes of the inputs 4 kStep + i of a chunk, byte i of each lane, of columns from `column` on.
+// Returns the codes of the inputs 4 kStep + i of a chunk, in byte i of each lane, for columns from
+// `column` on.
 template <class Format, int kStep>
 TANDEM_INLINE inline I32 unpack_codes(const uint8_t* chunk, size_t column) {
   constexpr int kBits = Format::kBits;
@@ -219,11 +223,11 @@ TANDEM_INLINE inline I32 unpack_codes(const uint8_t* chunk, size_t column) {
   }
 }
 
-// Scales and minima of the groups of a panel, front to back.
+// Reads the scales and minima of a panel's groups, from the first group to the last.
 template <class Format>
 class GroupScales {
  public:
-  // `p` is where a group begins, with all that stands before it; returns its codes.
+  // Begins a group. `p` points to the group with its header; returns a pointer to its codes.
   TANDEM_INLINE inline const uint8_t* enter(const uint8_t* p, size_t group) {
     if constexpr (Format::kIsSuper) {
       group_ = group % Format::kGroups;
@@ -235,15 +239,15 @@ class GroupScales {
     halves_ = reinterpret_cast<const uint16_t*>(p);
     return p + Format::kHeaderBytes;
   }
-  // The same, where the superblock is entered already.
+  // Chooses a group of the superblock that `enter` has read.
   TANDEM_INLINE inline void choose(size_t group) { group_ = group % Format::kGroups; }
 
   TANDEM_INLINE inline F32 scale(size_t column) const {
     if constexpr (Format::kIsRow) {
       return set_f32(1.0f);
     } else if constexpr (Format::kHasFactor) {
-      // Half of it, as codes are of doubled numbers. Moved to fp32's exponent, e4m3 is 2^120 too small;
-      // none has a sign.
+      // Half of the scale is returned, because codes are those of doubled numbers. Shifted to
+      // fp32's exponent, an e4m3 number is too small by 2^120; scales have no sign.
       const uint8_t* bytes = reinterpret_cast<const uint8_t*>(halves_);
       return as_f32(load_u8(bytes + column) << 20) * set_f32(0x1p119f);
     } else if constexpr (Format::kIsBook) {
@@ -257,7 +261,8 @@ class GroupScales {
       return load_fp16(halves_ + column);
     }
   }
-  // Without minima one that adds nothing, not even a sign to zero.
+  // Returns the minima of a group. A format without minima returns -0, which changes no sum, not
+  // even the sign of a zero.
   TANDEM_INLINE inline F32 minimum(size_t column) const {
     if constexpr (!Format::kHasMinimum) {
       return set_f32(-0.0f);
@@ -276,7 +281,8 @@ class GroupScales {
   }
 
  private:
-  // The integer of a group's scale; of a chunk with levels aside, its last words hold it.
+  // Returns the integers (levels) of a group's scales; in formats that store them above the signs,
+  // from the last words of the chunk.
   TANDEM_INLINE inline I32 load_level(size_t column) const {
     if constexpr (!Format::kLevelsAside) {
       return load_u8(levels_ + group_ * kPanelColumns + column);
@@ -286,8 +292,8 @@ class GroupScales {
     }
   }
 
-  // The fp16 numbers of a superblock as the products of each group need them: those of minima negative,
-  // and of codebooks times what their levels are parts of.
+  // Widens the fp16 numbers of a superblock to the form that the products of groups need: those of
+  // minima negated, and those of codebooks times the fraction that a level stands for.
   TANDEM_INLINE inline void widen_halves(const uint16_t* halves) {
     constexpr float kPart = !Format::kIsBook                         ? 1.0f
                             : Format::kTable == CodeTable::kIq3S   ? 1.0f
@@ -316,7 +322,7 @@ class GroupScales {
           const I32 v = load_i32(rows + r * kPanelColumns + c);
           I32 low = low_nibbles(v), high = high_nibbles(v);
           if constexpr (Format::kScaleBits == 6) {
-            // Integers r and r + kCount / 2 share a byte of upper bits.
+            // Levels r and r + kCount / 2 have their upper bits in the same byte.
             constexpr size_t kRows = kCount / 4;
             const I32 bits = load_i32(upper + r % kRows * kPanelColumns + c);
             const I32 first = r < kRows ? bits << 4 : bits << 2;
@@ -340,8 +346,8 @@ class GroupScales {
   alignas(64) uint8_t unpacked_[kIsUnpacked ? Format::kLevels * kPanelColumns : 1];
 };
 
-// Where the group of input k begins that a panel's products reach after those before it: of a format
-// in superblocks, its superblock.
+// Returns the beginning of the group that has input k of a panel; in a format with superblocks,
+// that of the superblock.
 template <class Format>
 inline const uint8_t* find_group(const WeightFormat& format, const uint8_t* panel, size_t k) {
   if constexpr (Format::kIsSuper) return panel + k / kSuperblockSize * Format::kSuperBytes;

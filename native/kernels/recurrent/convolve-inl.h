@@ -21,7 +21,8 @@ inline F32 softplus(F32 x) {
 
 inline F32 silu(F32 x) { return x * sigmoid(x); }
 
-// A convolution over the rows of one sequence, behind those that it carries on.
+// The inputs of a short convolution over the rows of one sequence, preceded by the inputs that the
+// sequence carries from earlier rows.
 template <class T>
 struct Convolution {
   const float* weight;  // [width][channels], the oldest input first.
@@ -32,8 +33,8 @@ struct Convolution {
   const T* carried;  // [width - 1][channels].
 };
 
-// Channels [first, first + size) of a tile's tokens, then SiLU; `out` rows are `out_stride` apart and completed by
-// zeros.
+// Computes channels [first, first + size) of the convolution and SiLU for a tile's tokens; `out`
+// rows are `out_stride` apart and filled up with zeros.
 template <class T>
 inline void convolve(const Convolution<T>& conv, size_t first_token, size_t num_tokens,
                      size_t first, size_t size, float* out, size_t out_stride) {
@@ -62,7 +63,7 @@ inline void convolve(const Convolution<T>& conv, size_t first_token, size_t num_
       for (size_t j = 0; j < width; ++j) {
         load_tail(inputs, rows[j] + i, size - i, kLanes);
         load_tail(weights, weight + j * channels + i, size - i, kLanes);
-        // The first product is rounded as above.
+        // The first product is rounded by itself, as in the loop over whole registers above.
         sum = j == 0 ? load_f32(inputs) * load_f32(weights)
                      : fma(load_f32(inputs), load_f32(weights), sum);
       }

@@ -1,6 +1,6 @@
 // The recurrence alone, and its gradients. Included inside the variant's anonymous namespace by gated_delta-inl.h.
 
-// Rows of a tile, completed by zeros.
+// Copies the rows of a tile, filled up with zeros.
 inline void copy_rows(float* out, size_t out_stride, const float* x, size_t x_stride, size_t size,
                       size_t num_rows) {
   for (size_t t = 0; t < num_rows; ++t) {
@@ -44,10 +44,10 @@ void scan_head(const DeltaScanTask& task, size_t head, float* scratch) {
   }
 }
 
-// Vectors of a panel's row.
+// Number of vectors in one row of a state's panel.
 inline constexpr size_t kRowVectors = kStatePanel / kLanes;
 
-// The sum of each row of a square, by row.
+// Returns the sum of each row of a square of kLanes x kLanes floats, one in each lane.
 TANDEM_INLINE inline F32 sum_rows(const F32 (&rows)[kLanes]) {
   I32 square[kLanes];
   for (size_t i = 0; i < kLanes; ++i) square[i] = as_i32(rows[i]);
@@ -72,7 +72,7 @@ inline float sum_columns(const F32 (&v)[kRowVectors]) {
   return total;
 }
 
-// One value head's part of a token.
+// The inputs of one token for one value head.
 struct ScanToken {
   const float* query;
   const float* key;
@@ -81,7 +81,8 @@ struct ScanToken {
   float beta;
 };
 
-// next = decay state + key (beta gap)^T, gap = values - decay state^T key; `next` may be `state`.
+// Computes next = decay state + key (beta gap)^T, where gap = values - decay state^T key; `next`
+// may be `state`.
 template <bool kByItem>
 inline void step_state(const ScanToken& token, size_t key_dim, const float* state, float* next,
                        float* gaps) {
@@ -107,7 +108,7 @@ inline void step_state(const ScanToken& token, size_t key_dim, const float* stat
   }
 }
 
-// What a token adds to the gradients of its key's and query's items, and of its gates.
+// The contributions of one token to the gradients of its key, its query and its gates.
 struct TokenSlopes {
   float* d_query;
   float* d_key;
@@ -116,14 +117,15 @@ struct TokenSlopes {
   F32 d_values[kRowVectors];
 };
 
-// Takes the gradient of the state over a token, backwards: `slope` is that of `next`, then that of `state`.
+// Moves the gradient of the state backwards over one token: `slope` is first the gradient of
+// `next`, then that of `state`.
 template <bool kByItem>
 inline void step_slope(const ScanToken& token, size_t key_dim, const float* state,
                        const float* next, const float* gaps, const F32 (&d_out)[kRowVectors],
                        float* slope, TokenSlopes& slopes) {
   F32 d_update[kRowVectors], d_seen[kRowVectors], update[kRowVectors];
   for (size_t v = 0; v < kRowVectors; ++v) d_update[v] = zero_f32();
-  // The output is next^T query.
+  // First the part that comes from the gradient of the output, next^T query.
   for (size_t first = 0; first < key_dim; first += kLanes) {
     const size_t count = key_dim - first < kLanes ? key_dim - first : kLanes;
     F32 rows[kLanes];
@@ -182,7 +184,8 @@ inline void step_slope(const ScanToken& token, size_t key_dim, const float* stat
   slopes.d_beta = sum_columns(d_beta);
 }
 
-// A panel of one value head: all tokens forwards, keeping the state before each tile; then the tiles backwards.
+// Computes the gradients of one panel of a value head: all tokens forwards, keeping the state
+// before each tile, then the tiles backwards.
 template <bool kByItem>
 inline void panel_gradients(const DeltaScanTask& task, const DeltaScanGradients& gradients,
                             size_t head, size_t panel, float* scratch) {

@@ -9,7 +9,7 @@
 namespace tandem {
 namespace {
 
-// Runs `kernel` on each value head, with scratch of its thread's own.
+// Runs `kernel` on each value head, with scratch memory of the running thread.
 template <class Kernel>
 Status run_heads_of_scan(ThreadPool* pool, const DeltaScanTask& task, size_t scratch_size,
                          const Kernel& kernel) {

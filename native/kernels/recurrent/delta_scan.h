@@ -18,12 +18,14 @@ struct DeltaScanTask {
   const float* values = nullptr;   // [tokens][num_v_heads][value_dim].
   const float* decay = nullptr;    // [tokens][num_v_heads][num_decays].
   const float* beta = nullptr;     // [tokens][num_v_heads].
-  // As GatedDeltaTask has a slot's. A scan moves it on; its gradients' scan reads the state it began with.
+  // State of the sequence, laid out as a slot of GatedDeltaTask. A scan updates it; the scan of
+  // gradients reads the state from which the forward scan began.
   float* state = nullptr;
   float* out = nullptr;  // [tokens][num_v_heads][value_dim], of a scan.
 };
 
-// Written, but for d_out. Gradients of queries and keys are those of each value head: [tokens][num_v_heads][key_dim].
+// The gradients of a scan: `d_out` is read, all others are written. Gradients of queries and keys
+// are given for each value head: [tokens][num_v_heads][key_dim].
 struct DeltaScanGradients {
   const float* d_out = nullptr;
   float* d_queries = nullptr;
@@ -33,10 +35,11 @@ struct DeltaScanGradients {
   float* d_beta = nullptr;
 };
 
-// Floats of a thread's scratch for a scan's gradients.
+// Returns the floats of scratch memory that a thread needs for a scan's gradients.
 size_t delta_gradients_scratch(const DeltaScanTask& task);
 
-// On `pool` if it is given. REQUIRES: what the structs say. Errors: kCapacity (no memory for scratch).
+// Runs the scan, on `pool` if it is given. REQUIRES: what the structs state. Errors: kCapacity (no
+// memory for scratch).
 Status run_delta_scan(const RecurrentKernels& kernels, ThreadPool* pool, const DeltaScanTask& task);
 Status run_delta_gradients(const RecurrentKernels& kernels, ThreadPool* pool,
                            const DeltaScanTask& task, const DeltaScanGradients& gradients);

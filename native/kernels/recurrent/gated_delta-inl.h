@@ -26,7 +26,8 @@ namespace {
 
 #include "kernels/recurrent/convolve-inl.h"
 
-// x = x / sqrt(sum of squares + eps) * scale, over `stride` items completed by zeros.
+// Computes x = x / sqrt(sum of squares + eps) * scale over `stride` items, of which the last ones
+// are zeros.
 inline void scale_to_length(float* x, size_t stride, float scale) {
   constexpr float kEps = 1e-6f;  // The families' own.
   const F32 factors = set_f32(1.0f / __builtin_sqrtf(dot_block(x, x, stride) + kEps));
@@ -35,7 +36,8 @@ inline void scale_to_length(float* x, size_t stride, float scale) {
     store_f32(x + i, load_f32(x + i) * factors * scales);
 }
 
-// Betas of a value head for a tile's tokens, and decays where it has one of each token.
+// Computes the betas of a value head for a tile's tokens, and the decays if the head has one decay
+// per token.
 template <class T>
 inline void compute_gates(const GatedDeltaTask& task, size_t first_row, size_t num_tokens,
                           size_t head, DeltaTile& tile) {
@@ -57,7 +59,7 @@ inline void compute_gates(const GatedDeltaTask& task, size_t first_row, size_t n
   }
 }
 
-// Queries and keys of a tile times its decays.
+// Multiplies the queries and keys of a tile with the decays of their items.
 inline void decay_rows(size_t key_stride, size_t num_tokens, DeltaTile& tile) {
   for (size_t i = 0; i < num_tokens * key_stride; i += kLanes) {
     const F32 decay = load_f32(tile.decays + i);
@@ -66,7 +68,8 @@ inline void decay_rows(size_t key_stride, size_t num_tokens, DeltaTile& tile) {
   }
 }
 
-// Decays of the items of a value head's key for a tile's tokens; what completes a row is not used.
+// Computes the decays of each key item of a value head for a tile's tokens; items that only fill up
+// a row are not used.
 template <class T>
 inline void compute_decays(const GatedDeltaTask& task, size_t first_row, size_t num_tokens,
                            size_t head, DeltaTile& tile) {
@@ -99,18 +102,19 @@ inline void prepare_gates(const GatedDeltaTask& task, size_t first_row, size_t n
   if (decays_by_item(task.shape)) compute_decays<T>(task, first_row, num_tokens, head, tile);
 }
 
-// Vectors of columns that pass together.
+// Number of vectors of state columns that one pass updates together.
 inline constexpr size_t kPassVectors = 2;
 inline constexpr size_t kPassColumns = kPassVectors * kLanes;
 
-// Sums over the items of a key, for the columns of a pass: even items, odd items.
+// Sums over the items of a key for the columns of a pass, even and odd items apart.
 struct PassSums {
   F32 key[2][kPassVectors], query[2][kPassVectors];
 };
 
 enum class Pass { kRead, kUpdateAndRead, kUpdate };
 
-// What a token leaves of each row of a state: the same share, or one of its own.
+// The decay of a token: the share of the state that it keeps, one for all rows of the state or one
+// for each row.
 struct HeadDecay {
   static constexpr bool kIsOne = true;
   F32 share;
@@ -126,7 +130,7 @@ struct ItemDecays {
   F32 of_row(size_t i) const { return set_f32(shares[i]); }
 };
 
-// One row of the state; `chain` is 0 for even rows.
+// Updates one row of the state and adds it to the sums; `kChain` is 0 for even rows.
 template <Pass kPass, int kChain, class Decay>
 TANDEM_INLINE inline void pass_row(float* state, Decay decay, const F32 (&update)[kPassVectors],
                                    const float* old_key, const float* key, const float* query,
@@ -165,7 +169,8 @@ TANDEM_INLINE inline void pass_rows(float* state, size_t size, Decay decay,
   if (i < size) pass_row<kPass, 0>(state, decay, update, old_key, key, query, i, sums);
 }
 
-// A tile's tokens over `kPassColumns` columns of a state; `values` become outputs, rows `stride` apart.
+// Runs a tile's tokens over `kPassColumns` columns of a state; `values` become the outputs, in rows
+// `stride` apart.
 template <class Decay>
 inline void pass_tokens(float* state, size_t key_dim, size_t key_stride, const DeltaTile& tile,
                         size_t num_tokens, float* values, size_t stride) {
@@ -202,7 +207,7 @@ inline void pass_tokens(float* state, size_t key_dim, size_t key_stride, const D
                            tile.keys + (num_tokens - 1) * key_stride, nullptr, nullptr, sums);
 }
 
-// A tile's tokens over the whole state of a value head.
+// Runs a tile's tokens over the whole state of a value head.
 inline void pass_head(const GatedDeltaShape& shape, float* state, const DeltaTile& tile,
                       size_t num_tokens) {
   const size_t key_stride = key_stride_of(shape), value_stride = value_stride_of(shape);
@@ -214,7 +219,7 @@ inline void pass_head(const GatedDeltaShape& shape, float* state, const DeltaTil
   }
 }
 
-// The norm over a head's outputs, times the gate.
+// Norms the outputs of a head, and multiplies them with the gate.
 template <class T>
 inline void norm_and_gate(const GatedDeltaTask& task, const float* values, const T* z, T* out) {
   const size_t size = task.shape.value_dim;

@@ -16,8 +16,8 @@ extern const RecurrentKernels kRecurrentAvx512Bw;
 
 namespace {
 
-// A key head's value heads share its convolution and norms, and are split only where there are too few items for the
-// threads.
+// Plans units of work. The value heads of a key head share its convolution and norms, so they are
+// split only if there would be too few units for the threads.
 std::vector<GatedDeltaItem> plan_items(const GatedDeltaTask& task, size_t num_threads) {
   const std::vector<size_t> sequences = list_longest_first(task);
   const size_t group = task.shape.num_v_heads / task.shape.num_k_heads;

@@ -17,8 +17,9 @@
 
 namespace tandem {
 
-// Value columns of a state that lie side by side: [head_v][v / 32][key_dim][32] floats, so that the columns of a
-// panel stay in the first-level cache while tokens pass over them. The last panel of a head is completed by zeros.
+// Number of value columns of a state that are stored side by side (a panel): [head_v][v /
+// 32][key_dim][32] floats. The columns of a panel stay in the L1 cache while tokens pass over them.
+// The last panel of a head is filled up with zeros.
 inline constexpr size_t kStatePanel = 32;
 
 inline constexpr size_t kMaxConvWidth = 16;
@@ -33,7 +34,8 @@ struct GatedDeltaShape {
   size_t num_decays = 1;   // Of a value head: 1, or key_dim.
 };
 
-// Not members: sources of several instruction sets call them, and each keeps a copy of its own.
+// These are static functions and not members, because sources compiled for several instruction sets
+// call them, and each must keep its own copy.
 static inline size_t num_channels_of(const GatedDeltaShape& shape) {
   return 2 * shape.num_k_heads * shape.key_dim + shape.num_v_heads * shape.value_dim;
 }
@@ -43,7 +45,7 @@ static inline size_t num_panels_of(const GatedDeltaShape& shape) {
 static inline size_t all_decays_of(const GatedDeltaShape& shape) {
   return shape.num_v_heads * shape.num_decays;
 }
-// Floats of a sequence's state.
+// Returns the number of floats in a sequence's state.
 static inline size_t state_size_of(const GatedDeltaShape& shape) {
   return shape.num_v_heads * num_panels_of(shape) * shape.key_dim * kStatePanel;
 }
@@ -59,7 +61,8 @@ struct GatedDeltaWeights {
   bool is_silu_gated = true;   // The normed output is multiplied by silu(z), else by sigmoid(z).
 };
 
-// x has queries, keys and values before the convolution; z and out all value heads.
+// The gated delta rule of a step's rows: `x` has queries, keys and values before the convolution;
+// `z` and `out` have all value heads.
 struct GatedDeltaTask : StateRows {
   GatedDeltaShape shape;
   GatedDeltaWeights weights;
@@ -70,7 +73,7 @@ struct GatedDeltaTask : StateRows {
   FloatType gate_type = FloatType::kFloat32;  // Of a and b.
 };
 
-// Value heads [v_begin, v_end) of one key head, over the rows of one sequence.
+// One unit of work: value heads [v_begin, v_end) of one key head, over the rows of one sequence.
 struct GatedDeltaItem {
   size_t sequence, k_head, v_begin, v_end;
 };
@@ -78,8 +81,8 @@ struct GatedDeltaItem {
 struct DeltaScanTask;
 struct DeltaScanGradients;
 
-// The functions of one ISA. `scratch` is the thread's: gated_delta_scratch floats of the shape, or
-// delta_gradients_scratch. The last two run one value head.
+// The kernels of one ISA. `scratch` is memory of the calling thread, of gated_delta_scratch or
+// delta_gradients_scratch floats. `scan` and `gradients` run one value head.
 struct RecurrentKernels {
   void (*gated_delta)(const GatedDeltaTask& task, const GatedDeltaItem& item, float* scratch);
   void (*scan)(const DeltaScanTask& task, size_t head, float* scratch);
@@ -89,11 +92,11 @@ struct RecurrentKernels {
 
 size_t gated_delta_scratch(const GatedDeltaShape& shape);
 
-// The kernels for an ISA of `available_isas()`.
+// Returns the recurrent kernels for an ISA of `available_isas()`.
 const RecurrentKernels& choose_recurrent_kernels(Isa isa);
 
-// Runs all rows, on `pool` if it is given and there is enough to share. REQUIRES: what the structs say; pointers are
-// borrowed for the call. Errors: kCapacity (no memory for scratch).
+// Runs all rows of a task, on `pool` if it is given and the work is enough to share. REQUIRES: what
+// the structs state; pointers are borrowed for the call. Errors: kCapacity (no memory for scratch).
 Status run_gated_delta(const RecurrentKernels& kernels, ThreadPool* pool, const GatedDeltaTask& task);
 
 }  // namespace tandem

@@ -8,7 +8,8 @@
 
 namespace tandem {
 
-// Rows of all sequences, one after another. Strides count items; pointers are borrowed.
+// The rows of a step, sequence after sequence, and the slots of the sequences. Strides count items;
+// pointers are borrowed.
 struct SequenceRows {
   const void* x = nullptr;  // [rows][channels, or more], what the convolution sees.
   size_t x_stride = 0;
@@ -22,7 +23,7 @@ struct SequenceRows {
   size_t num_sequences = 0;
 };
 
-// Those of a layer that also keeps matrices, and whose output has a gate.
+// The rows of a step in a layer that also keeps state matrices, and whose output has a gate.
 struct StateRows : SequenceRows {
   const void* z = nullptr;  // [rows][values], as out.
   size_t z_stride = 0;

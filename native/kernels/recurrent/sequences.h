@@ -16,9 +16,10 @@
 
 namespace tandem {
 
-// Floats of state that all tokens pass over, below which waking a thread costs more than it saves.
+// Number of floats of state over which all tokens pass together, below which waking a thread costs
+// more than it saves.
 inline constexpr size_t kMinSharedFloats = 128 << 10;
-// Items a thread should find at least, so that none waits long for the last.
+// Least number of work items per thread, so that no thread waits long for the last item.
 inline constexpr size_t kItemsPerThread = 2;
 
 inline size_t count_rows(const SequenceRows& rows) {
@@ -28,7 +29,8 @@ inline size_t count_tokens(const SequenceRows& rows, size_t sequence) {
   return static_cast<size_t>(rows.query_start[sequence + 1] - rows.query_start[sequence]);
 }
 
-// Sequences that have tokens, long ones first: what starts last should be short.
+// Returns the sequences that have tokens, long ones first, because an item that starts last should
+// be short.
 inline std::vector<size_t> list_longest_first(const SequenceRows& rows) {
   std::vector<size_t> sequences;
   for (size_t s = 0; s < rows.num_sequences; ++s)
@@ -39,7 +41,8 @@ inline std::vector<size_t> list_longest_first(const SequenceRows& rows) {
   return sequences;
 }
 
-// Runs `kernel(item, scratch)` on each item of `plan(num_threads)`, with `scratch_size` floats of its thread's own.
+// Runs `kernel(item, scratch)` on each item of `plan(num_threads)`; `scratch` is memory of the
+// running thread, of `scratch_size` floats.
 template <class Plan, class Kernel>
 Status run_items(const char* where, ThreadPool* pool, size_t scratch_size, const Plan& plan,
                  const Kernel& kernel) {
@@ -60,7 +63,7 @@ Status run_items(const char* where, ThreadPool* pool, size_t scratch_size, const
   return {};
 }
 
-// Keeps the inputs that each sequence's next token sees in its slot.
+// Stores in each sequence's slot the last inputs of its convolution, which its next token needs.
 inline void carry_inputs(const SequenceRows& rows, size_t channels, size_t conv_width) {
   const size_t kept = conv_width - 1;
   const size_t item_bytes = float_bytes(rows.type), row = channels * item_bytes;

@@ -7,10 +7,12 @@
 
 namespace tandem {
 
-// Tokens that pass over a panel before the next panel: enough that loading the panel vanishes beside them.
+// Number of tokens that pass over a panel before the next panel: enough that the time to load the
+// panel hardly counts.
 inline constexpr size_t kDeltaTokens = 32;
 
-// Rows of queries and keys are completed to whole blocks of 64 sums; those of values to whole panels.
+// Rows of queries and keys are filled up to whole blocks of 64 items, rows of values to whole
+// panels.
 static inline size_t key_stride_of(const GatedDeltaShape& shape) {
   return (shape.key_dim + 63) / 64 * 64;
 }
@@ -18,7 +20,7 @@ static inline size_t value_stride_of(const GatedDeltaShape& shape) {
   return num_panels_of(shape) * kStatePanel;
 }
 
-// Of kDeltaTokens tokens.
+// Scratch memory for a tile of kDeltaTokens tokens.
 struct DeltaTile {
   float* queries;  // [token][key_stride], normed and scaled.
   float* keys;     // [token][key_stride], normed.
@@ -26,7 +28,8 @@ struct DeltaTile {
   float* decay;
   float* beta;
   float* product;  // Of query and key.
-  // Of a head whose items of a key decay apart: [token][key_stride]; the last two times the decays.
+  // Only for heads with a decay for each key item, [token][key_stride]: the decays, and the queries
+  // and keys multiplied with them.
   float* decays;
   float* decayed_queries;
   float* decayed_keys;
@@ -50,7 +53,7 @@ static inline DeltaTile split_scratch(const GatedDeltaShape& shape, float* scrat
   return tile;
 }
 
-// Scratch of a scan's gradients, one panel at a time.
+// Scratch memory for the gradients of a scan, one panel at a time.
 struct GradientTile {
   float* starts;  // [tiles][key_dim][32]: the state before each tile.
   float* states;  // [token + 1][key_dim][32]: those within a tile.

@@ -1,7 +1,7 @@
 // The activations of a feed-forward block. Included inside the variant's anonymous namespace by
 // packed-inl.h.
 
-// exp to 2 ulp for x in [-87, 88]; coefficients from Cephes expf. NaN stays NaN.
+// Computes exp to 2 ulp for x in [-87, 88], with the coefficients of Cephes' expf. NaN stays NaN.
 inline F32 exp_f32(F32 x) {
   // The exponent's bias is added with the rounding constant, so the low bits are ready to shift.
   const F32 rounder = set_f32(kRounder + 127.0f);
@@ -19,8 +19,8 @@ inline F32 exp_f32(F32 x) {
   return p * as_f32(shift_left_23(as_i32(biased)));
 }
 
-// x * sigmoid(z) for x and z of one sign; z is cut off at -87, where the result should be 0 and is
-// to within 1e-36, if x is cut off at the same place.
+// Computes x * sigmoid(z) for x and z of the same sign. z is limited to -87 or more; the result
+// there is 0 to within 1e-36 if x is limited at the same place.
 inline F32 gate_by(F32 x, F32 z) {
   const F32 lowest = set_f32(-87.0f);
   return x / (set_f32(1.0f) + exp_f32(at_least(zero_f32() - z, lowest)));
@@ -31,7 +31,7 @@ inline F32 silu(F32 g, float alpha) {
   return gate_by(g, set_f32(alpha) * g);
 }
 
-// Where both are cut off at -10, the tanh form is 1e-37.
+// g is limited to -10 or more: at -10 the tanh form of GELU is 1e-37.
 inline F32 gelu_tanh(F32 g) {
   g = at_least(g, set_f32(-10.0f));
   // 2 sqrt(2 / pi) (g + 0.044715 g^3): tanh(z / 2) is 2 sigmoid(z) - 1.
@@ -40,13 +40,13 @@ inline F32 gelu_tanh(F32 g) {
 }
 
 inline F32 gelu_erf(F32 g) {
-  // Where it is cut off the result is 0, and that of -infinity would not be.
+  // Limit g: beyond the limit the result is 0, and for -infinity the formula would not give 0.
   g = at_least(g, set_f32(-20.0f));
   const F32 half = set_f32(0.5f) * g;
   return fma(half, erf_f32(g * set_f32(0.707106781187f), exp_f32), half);
 }
 
-// gate becomes the activation of gate and up; see packed_kernels.h.
+// Replaces each gate by the activation of gate and up; see packed_kernels.h.
 void activate(const Activation& activation, float* gate, const float* up, size_t size) {
   const F32 limit = set_f32(activation.limit), offset = set_f32(activation.up_offset);
   for (size_t i = 0; i < size; i += kLanes) {

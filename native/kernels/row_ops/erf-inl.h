@@ -1,8 +1,9 @@
 // The error function of a register. Included inside a variant's anonymous namespace, after
 // TANDEM_VEC_HEADER.
 
-// erf to 2 ulp: a polynomial about 0, and 1 - exp(polynomial) beyond 0.92. The coefficients are
-// minimax fits; a test compares with the C library's erf. `exp_of` takes values of [-87, 0].
+// Computes erf to 2 ulp: by a polynomial near 0, and by 1 - exp(polynomial) beyond 0.92. The
+// coefficients are minimax fits; a test compares with the C library's erf. `exp_of` takes values in
+// [-87, 0].
 template <class Exp>
 TANDEM_INLINE inline F32 erf_f32(F32 x, Exp exp_of) {
   const I32 sign = as_i32(x) & set_i32(INT32_MIN);

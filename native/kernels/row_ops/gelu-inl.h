@@ -1,7 +1,8 @@
 // GELU of a register, in both of its forms. Included inside a variant's anonymous namespace, after
 // vec_float-inl.h and erf-inl.h. Cut off where the result is 0 to within 1e-36.
 
-// Absolute error below 4 units of 2^-24; from x / (1 + exp(-z)) with tanh(z / 2) = 2 sigmoid(z) - 1.
+// Computes GELU's tanh form with an absolute error below 4 units of 2^-24, as x / (1 + exp(-z)),
+// because tanh(z / 2) = 2 sigmoid(z) - 1.
 TANDEM_INLINE inline F32 gelu_tanh(F32 x) {
   x = at_least(x, set_f32(-10.0f));
   // 2 sqrt(2 / pi) (x + 0.044715 x^3).
@@ -10,7 +11,7 @@ TANDEM_INLINE inline F32 gelu_tanh(F32 x) {
 }
 
 TANDEM_INLINE inline F32 gelu_erf(F32 x) {
-  // At infinity the product would be NaN.
+  // Limit x: at -infinity the product would be NaN.
   x = at_least(x, set_f32(-20.0f));
   const F32 half = set_f32(0.5f) * x;
   return fma(half, erf_f32(x * set_f32(0.707106781187f), exp_nonpositive), half);

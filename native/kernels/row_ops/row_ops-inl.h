@@ -67,8 +67,8 @@ void norm(const NormTask& task, size_t begin, size_t end) {
   norm_rows<uint16_t>(task, begin, end);
 }
 
-// Rotates the first `2 * half` items of a head and scales all of it; a factor of 1 and no weight
-// leave the rest alone.
+// Rotates the first `2 * half` items of a head and multiplies all items with the norm's factor and
+// weight; a factor of 1 without a weight changes nothing.
 template <class T>
 inline void rotate_head(T* x, const float* scaled, const T* cos, const T* sin, size_t half,
                         size_t size) {
@@ -99,7 +99,7 @@ void head_rows(const HeadsTask& task, size_t begin, size_t end) {
       T* x = static_cast<T*>(task.x) + row * task.x_stride + head * size;
       const void* weights = head < task.num_q_heads ? task.q_weight : task.k_weight;
       if (weights != nullptr) {
-        // The norm is not rounded to the type before the rotation.
+        // The normed head is not rounded to its type before the rotation.
         const T* weight = static_cast<const T*>(weights);
         const F32 factors = set_f32(inverse_rms(x, size, task.eps));
         const F32 offsets = set_f32(task.weight_offset);
@@ -186,15 +186,15 @@ void soft_cap(const SoftCapTask& task, size_t begin, size_t end) {
   }
 }
 
-// Scores of a row, completed to whole blocks by -inf.
+// The router scores of one row, filled up to whole blocks with -inf.
 struct RouterRow {
   float logits[kMaxRouterExperts + kBlock];
   float scores[kMaxRouterExperts + kBlock];
   float choices[kMaxRouterExperts + kBlock];
 };
 
-// Keeps the `count` largest of choices[begin, end) in `best` (ids, best first), which holds
-// `num_best` already; returns how many it holds. Equals: the lower id, which comes first.
+// Merges choices[begin, end) into `best`, the ids of the `count` largest so far, best first, of
+// which there are `num_best`; returns the new number. Of equal choices the lower id comes first.
 inline size_t keep_best(const float* choices, size_t begin, size_t end, int64_t* best,
                         size_t num_best, size_t count) {
   for (size_t e = begin; e < end; ++e) {
@@ -211,7 +211,8 @@ inline size_t keep_best(const float* choices, size_t begin, size_t end, int64_t*
   return num_best;
 }
 
-// The experts that count, in groups: ids of those groups, ascending.
+// Writes the ids of the groups whose experts may be chosen, ascending; returns the number of
+// experts in a group.
 inline size_t choose_groups(const RouterTask& task, const float* choices, int64_t* groups) {
   const size_t size = task.num_experts / task.num_groups;
   float sums[kMaxRouterExperts];
@@ -231,7 +232,8 @@ inline size_t choose_groups(const RouterTask& task, const float* choices, int64_
   return size;
 }
 
-// exp(logit - largest) of all, summed in the order of a block; returns the sum.
+// Writes exp(logit - largest) of all logits to the row's scores; returns their sum in the fixed
+// order of blocks.
 inline float exponentiate(RouterRow& row, size_t padded) {
   F32 largest[kBlockVectors], sums[kBlockVectors];
   for (size_t v = 0; v < kBlockVectors; ++v) largest[v] = set_f32(-kInfinity), sums[v] = zero_f32();
@@ -273,7 +275,7 @@ inline void weigh(const RouterTask& task, RouterRow& row, float total, const int
   const bool is_normalised =
       task.scoring == Scoring::kSoftmaxNormalised || task.scoring == Scoring::kSigmoidNormalised;
   if (is_normalised) {
-    // DeepSeek-V3 keeps a sum of zeros from dividing.
+    // As in DeepSeek-V3, a small start value keeps a sum of zeros from being a divisor.
     total = is_softmax ? 0.0f : 1e-20f;
     for (size_t i = 0; i < task.top_k; ++i) total += row.scores[ids[i]];
   } else if (!is_softmax) {
@@ -301,7 +303,8 @@ void route_row(const RouterTask& task, size_t index, RouterRow& row) {
     float total = 0.0f;
     if (task.scoring == Scoring::kSoftmax || task.scoring == Scoring::kSoftmaxNormalised) {
       total = exponentiate(row, padded);
-      // The order of the logits, which tells apart what an exponential rounds to one number.
+      // Order experts by their logits, since the exponential may round different logits to equal
+      // scores.
       for (size_t e = 0; e < count; ++e)
         row.choices[e] = row.logits[e] + (task.bias == nullptr ? 0.0f : task.bias[e]);
     } else {

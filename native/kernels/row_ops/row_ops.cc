@@ -12,10 +12,12 @@ extern const RowKernels kRowsAvx512Bw;
 
 namespace {
 
-// Items of work that are worth waking a thread for: some microseconds of one.
+// Number of items that one thread processes in some microseconds, and for which another thread is
+// worth waking.
 constexpr size_t kRowChunkItems = 64 * 1024;
 
-// Runs `kernel` on rows of `row_items` each; threads share the rows if there are enough.
+// Runs `kernel` on rows of `row_items` items each; threads share the rows if there are enough
+// items.
 template <class Task>
 Status run_rows(void (*kernel)(const Task&, size_t, size_t), ThreadPool* pool, const Task& task,
                 size_t row_items) {

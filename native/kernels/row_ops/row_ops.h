@@ -13,8 +13,8 @@
 
 namespace tandem {
 
-// y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight). With `residual`, first residual += x, rounded to its
-// type, and the sum is what is normed. Strides count items.
+// A norm of rows: y = x / sqrt(mean(x^2) + eps) * (weight_offset + weight). With `residual`, x is
+// first added to the residual, rounded to its type, and the sum is normed. Strides count items.
 struct NormTask {
   const void* x = nullptr;
   size_t x_stride = 0;
@@ -31,8 +31,9 @@ struct NormTask {
   float weight_offset = 0.0f;
 };
 
-// In place on heads [first_head, first_head + num_heads) of each row: RMSNorm by the head's weight
-// where there is one, then the rotation of its first `rotary_size` items, halves by halves.
+// RMSNorm (if there is a weight) and rotary embedding of query and key heads, in place: for heads
+// [first_head, first_head + num_heads) of each row, the norm by the head's weight, then the
+// rotation of the first `rotary_size` items, the first half against the second.
 struct HeadsTask {
   void* x = nullptr;  // [rows][heads][head_dim], rows `x_stride` items apart.
   size_t x_stride = 0;
@@ -51,10 +52,10 @@ struct HeadsTask {
   size_t rotary_size = 0;
 };
 
-// What multi-head latent attention attends with: row t of `out` is, for each head, its query, and
-// then the key that all heads share, [num_heads + 1][rank + rotary_size]. Written are the rotated
-// ends of the queries, and the whole key: its latent normed, its end rotated, halves by halves. The
-// queries' first `rank` items are left alone.
+// Preparation of queries and keys for multi-head latent attention. Row t of `out` has the query of
+// each head, then the key that all heads share: [num_heads + 1][rank + rotary_size]. This writes
+// the rotated ends of the queries, and the whole key: its latent normed, its end rotated (the first
+// half against the second). The first `rank` items of the queries are left alone.
 struct LatentsTask {
   const void* q = nullptr;  // [rows][num_heads][head_dim], rows `q_stride` items apart.
   size_t q_stride = 0;
@@ -77,7 +78,8 @@ struct LatentsTask {
 
 enum class GateKind { kSilu, kGeluErf, kGeluTanh, kSigmoid };
 
-// out[row, i] = f(gate[row, i]) * up[row, i], times sigmoid(row_gate[row]).
+// A gated activation: out[row, i] = f(gate[row, i]) * up[row, i], times sigmoid(row_gate[row]) if
+// there is one.
 struct GateTask {
   const void* gate = nullptr;
   size_t gate_stride = 0;
@@ -93,7 +95,7 @@ struct GateTask {
   GateKind kind = GateKind::kSilu;
 };
 
-// x = cap * tanh(x / cap), in place.
+// A soft cap: x = cap * tanh(x / cap), in place.
 struct SoftCapTask {
   float* x = nullptr;
   size_t stride = 0;
@@ -109,9 +111,10 @@ enum class Scoring {
   kSigmoidNormalised,  // The same, divided by the sum of the chosen.
 };
 
-// The top_k experts of each row, best first; of equals the lower id first. With several groups,
-// only those `num_top_groups` count whose best choices, one or two, have the largest sum. A row with a NaN
-// gets ids 0, 1, ... and NaN as weights.
+// A router's choice of experts: the top_k experts of each row, best first; of equal ones the lower
+// id comes first. With several groups, only experts of the `num_top_groups` groups count whose best
+// choices, one or two, have the largest sum. A row with a NaN gets ids 0, 1, ... and NaN as
+// weights.
 struct RouterTask {
   const void* logits = nullptr;  // [rows][num_experts], contiguous.
   FloatType logits_type = FloatType::kFloat32;
@@ -129,7 +132,8 @@ struct RouterTask {
   float weight_scale = 1.0f;
 };
 
-// A piece of an adapter's first product: low[i][q] = scale * sum over k of x[rows[i]][k] down[q][k].
+// A part of the first product of a LoRA adapter: low[i][q] = scale * sum over k of x[rows[i]][k]
+// down[q][k].
 struct LoraDown {
   const void* x = nullptr;
   size_t x_stride = 0;
@@ -144,7 +148,8 @@ struct LoraDown {
   FloatType type = FloatType::kFloat32;  // Of x and down.
 };
 
-// A piece of its second: sums[rows[i]][c] += sum over q of low[i][q] up[c / 64][q][c % 64].
+// A part of the second product of a LoRA adapter: sums[rows[i]][c] += sum over q of low[i][q] up[c
+// / 64][q][c % 64].
 struct LoraUp {
   const float* low = nullptr;  // [num_rows][rank].
   size_t rank = 0;
@@ -157,7 +162,7 @@ struct LoraUp {
   FloatType type = FloatType::kFloat32;  // Of up.
 };
 
-// out = sums, or out += sums, rounded once.
+// Rounding of sums to their final type: out = sums, or out += sums, rounded once.
 struct RoundTask {
   const float* sums = nullptr;
   size_t sums_stride = 0;
@@ -176,7 +181,7 @@ inline constexpr size_t kMaxRouterExperts = 4096;
 inline constexpr size_t kMaxTopK = 64;
 inline constexpr size_t kMaxHeadDim = 4096;
 
-// The functions of one ISA; each runs rows [begin, end).
+// The row kernels of one ISA; each runs rows [begin, end) of a task.
 struct RowKernels {
   void (*norm)(const NormTask&, size_t begin, size_t end);
   void (*heads)(const HeadsTask&, size_t begin, size_t end);
@@ -189,11 +194,11 @@ struct RowKernels {
   void (*lora_up)(const LoraUp&);
 };
 
-// The kernels for an ISA of `available_isas()`.
+// Returns the row kernels for an ISA of `available_isas()`.
 const RowKernels& choose_row_kernels(Isa isa);
 
-// Run all rows, on `pool` if it is given and there is enough to share. REQUIRES: what the structs
-// say; pointers are borrowed for the call.
+// These functions run all rows of a task, on `pool` if it is given and the work is enough to share.
+// REQUIRES: what the structs state; pointers are borrowed for the call.
 Status run_norm(const RowKernels& kernels, ThreadPool* pool, const NormTask& task);
 Status run_heads(const RowKernels& kernels, ThreadPool* pool, const HeadsTask& task);
 Status run_latents(const RowKernels& kernels, ThreadPool* pool, const LatentsTask& task);

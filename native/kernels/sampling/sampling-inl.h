@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kBlock = kSampleBlock;
 
-// The last, incomplete block, completed by -inf, which weighs nothing.
+// Loads the last, incomplete block of logits, filled up with -inf, which has weight 0.
 inline void load_rest(float* rest, const float* logits, size_t count) {
   for (size_t i = 0; i < kBlock; ++i) rest[i] = i < count ? logits[i] : -kInfinity;
 }

@@ -20,19 +20,21 @@ extern const SampleKernels kSampleAvx512Bw;
 
 namespace {
 
-// Logits that are worth waking a thread for: some microseconds of one.
+// Number of logits that one thread processes in some microseconds, and for which another thread is
+// worth waking.
 constexpr size_t kChunkLogits = 64 * 1024;
 
-// Tokens that are ordered at first, and by how much more where the cut lies beyond them.
+// Number of likeliest tokens that are ordered at first, and the factor by which the number grows if
+// top_k, top_p or min_p keep more.
 constexpr size_t kFirstCandidates = 32;
 constexpr size_t kGrowth = 8;
 
-// Above this, sorting by digits is faster than by comparison.
+// Number of keys above which sorting by digits is faster than sorting by comparison.
 constexpr size_t kMaxComparedKeys = 2048;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Of the calling thread, kept at the size of the largest row seen.
+// Scratch memory of the calling thread, kept at the size of the largest row so far.
 struct Scratch {
   std::vector<float> edited, block_tops, ordered_tops, values, weights;
   std::vector<double> cumulated;
@@ -46,7 +48,8 @@ Scratch& own_scratch() {
 
 size_t count_blocks(size_t size) { return (size + kSampleBlock - 1) / kSampleBlock; }
 
-// Keys ascend as logits descend, and of equal ones as ids ascend.
+// Returns a key of a token by which tokens sort from the largest logit to the smallest, and equal
+// ones by ascending id.
 uint64_t make_key(float logit, size_t id) {
   uint32_t bits;
   const float unsigned_zero = logit + 0.0f;
@@ -56,7 +59,8 @@ uint64_t make_key(float logit, size_t id) {
 }
 size_t key_id(uint64_t key) { return static_cast<uint32_t>(key); }
 
-// By the logit alone: ids ascend already, and digits keep the order of equals.
+// Sorts keys by the logit alone: ids ascend already, and sorting by digits keeps the order of equal
+// logits.
 void sort_by_digits(std::vector<uint64_t>& keys, std::vector<uint64_t>& other) {
   constexpr int kDigitBits = 11;
   constexpr size_t kDigits = size_t{1} << kDigitBits;
@@ -75,7 +79,7 @@ void sort_by_digits(std::vector<uint64_t>& keys, std::vector<uint64_t>& other) {
   }
 }
 
-// A row, scanned. Its views are into the scratch.
+// A row of logits with the results of its scan; it refers to scratch memory.
 struct Row {
   const float* logits;
   size_t size;
@@ -94,9 +98,9 @@ double sum_row(const SampleKernels& kernels, Scratch& scratch, const Row& row, f
   return kernels.sum(row.logits, row.size, row.found.top, inverse, scratch.cumulated.data());
 }
 
-// Leaves the keys of at least the `wanted` largest logits in order, all equals of the last among
-// them; returns whether those are all there are. A block's largest logit is a logit: so at least as
-// many logits as blocks reach any bound, and only blocks that do are looked at.
+// Sorts the keys of at least the `wanted` largest logits, including all that equal the last of
+// them; returns true if these are all tokens. The `wanted`-th largest of the blocks' largest logits
+// is a bound that at least `wanted` logits reach, so only blocks that reach it are searched.
 bool order_largest(Scratch& scratch, const Row& row, size_t wanted) {
   const std::vector<float>& tops = scratch.block_tops;
   float bound = -kInfinity;
@@ -121,7 +125,7 @@ bool order_largest(Scratch& scratch, const Row& row, size_t wanted) {
   return scratch.keys.size() == row.size;
 }
 
-// The weights of the ordered tokens.
+// Computes the weights (unnormalised probabilities) of the ordered tokens.
 void weigh_ordered(const SampleKernels& kernels, Scratch& scratch, const Row& row, float inverse) {
   const size_t count = scratch.keys.size();
   scratch.values.resize(count);
@@ -130,8 +134,8 @@ void weigh_ordered(const SampleKernels& kernels, Scratch& scratch, const Row& ro
   kernels.weigh(scratch.values.data(), count, row.found.top, inverse, scratch.weights.data());
 }
 
-// The first index at which the mass, cumulated from `mass`, exceeds `target`; the last one with
-// mass where rounding leaves none.
+// Returns the first index at which the sum of weights, starting from `mass`, exceeds `target`; if
+// rounding leaves none, the last index with a positive weight.
 size_t walk_to(const float* weights, size_t count, double mass, double target) {
   size_t last = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -156,7 +160,8 @@ size_t draw_from_all(const SampleKernels& kernels, Scratch& scratch, const Row& 
   const std::vector<double>& cumulated = scratch.cumulated;
   const double target = draw * total;
   auto found = std::upper_bound(cumulated.begin(), cumulated.end(), target);
-  // A draw next to 1 may round to the total.
+  // For a draw close to 1, `target` may round to the total, which no sum exceeds: take the first
+  // block whose sum reaches the total.
   if (found == cumulated.end()) found = std::lower_bound(cumulated.begin(), cumulated.end(), total);
   const size_t block = static_cast<size_t>(found - cumulated.begin());
   const size_t begin = block * kSampleBlock;
@@ -166,7 +171,7 @@ size_t draw_from_all(const SampleKernels& kernels, Scratch& scratch, const Row& 
   return begin + walk_to(weights, count, block == 0 ? 0.0 : cumulated[block - 1], target);
 }
 
-// How many of the ordered weights are kept, and their mass.
+// Number of the ordered weights that a cut keeps, and their sum.
 struct Cut {
   size_t count = 0;
   double mass = 0.0;
@@ -183,7 +188,8 @@ Cut cut_by_rank(const std::vector<float>& weights, size_t max_count, float min_w
   return cut;
 }
 
-// Of the first `count`; the first is always kept.
+// Keeps weights, of the first `count`, until their sum reaches `limit` (top_p); the first is always
+// kept.
 Cut cut_by_mass(const std::vector<float>& weights, size_t count, double limit) {
   Cut cut;
   for (; cut.count < count; ++cut.count) {
@@ -228,7 +234,8 @@ int64_t sample_row(const SampleKernels& kernels, const SampleTask& task, size_t 
   const Row row = scan_row(kernels, scratch, logits, task.vocab_size);
   if (row.is_broken()) return kBrokenRow;
   if (rule.temperature == 0.0f) return static_cast<int64_t>(find_largest(scratch, row));
-  // Finite, so that the largest logit's 0 stays 0 whatever the temperature.
+  // Limit the inverse to finite values, so that 0, the difference of the largest logit from itself,
+  // stays 0 at any temperature.
   const float inverse = std::min(1.0f / rule.temperature, FLT_MAX);
   const double draw = task.draws[index];
   const bool is_cut = rule.top_k != 0 || rule.min_p > 0.0f || rule.top_p < 1.0;

@@ -15,8 +15,8 @@
 
 namespace tandem {
 
-// What a request asks of its tokens, and what it must remember of them. Not safe for use by two
-// threads at once.
+// The sampling parameters of a request, and the tokens that it must remember for them. Not safe for
+// use by two threads at once.
 struct SamplingRule {
   float temperature = 1.0f;  // 0 takes the largest logit.
   size_t top_k = 0;          // 0 is all.
@@ -37,19 +37,22 @@ struct SamplingRule {
   bool edits_at(size_t position) const {
     return has_penalties() || !biases.empty() || (position < min_tokens && !stop_ids.empty());
   }
-  // Counts a chosen token; a rule without penalties forgets it.
+  // Counts a chosen token for the penalties; a rule without penalties counts nothing.
   void note_token(int64_t token_id);
-  // Penalties, then biases, then stop ids; ids outside of the vocabulary are passed over.
+  // Applies penalties, then biases, then the ban on stop ids to a row of logits; ids outside the
+  // vocabulary are skipped.
   void edit(float* logits, size_t vocab_size, size_t position) const;
 };
 
-// A row without a distribution: a NaN, an infinity as its largest logit, or nothing but -inf.
+// Token id of a row from which no token can be drawn: it has a NaN, an infinity as its largest
+// logit, or nothing but -inf.
 inline constexpr int64_t kBrokenRow = -1;
 
-// One token per row. The tokens in question, ordered by logit (of equals the lower id first), are
-// cut by min_p (of the largest probability), top_k and top_p; the mass of top_p counts what the
-// other two left. The token is the first at which the cumulated mass exceeds the draw's share of
-// the whole; where nothing is cut, tokens are cumulated in the order of their ids.
+// Sampling of one token per row. Tokens, ordered by logit (of equal ones the lower id first), are
+// cut by min_p (relative to the largest probability), top_k and top_p; top_p counts the probability
+// of the tokens that the other two left. The drawn token is the first at which the cumulated
+// probability exceeds the draw's share of the whole. If nothing is cut, tokens are cumulated in the
+// order of their ids.
 struct SampleTask {
   const float* logits = nullptr;  // Rows `logits_stride` items apart; not modified.
   size_t logits_stride = 0;
@@ -61,7 +64,8 @@ struct SampleTask {
   int64_t* token_ids = nullptr;                // [rows], written; kBrokenRow where there is none.
 };
 
-// Natural log-probabilities under the logits as they are: of a row's token, and of its likeliest.
+// Natural log-probabilities under the unmodified logits: of one given token per row, and of the
+// row's likeliest tokens.
 struct LogprobTask {
   const float* logits = nullptr;
   size_t logits_stride = 0;
@@ -74,29 +78,31 @@ struct LogprobTask {
   double* top_logprobs = nullptr;      // [rows][num_top]
 };
 
-// The largest logit and what else one pass can tell; logits are walked in blocks of 64.
+// Results of one pass over a row of logits, in blocks of 64: the largest logit, and if there is a
+// NaN.
 struct RowScan {
   float top = 0.0f;
   bool has_nan = false;
 };
 inline constexpr size_t kSampleBlock = 64;
 
-// The functions of one ISA.
+// The sampling kernels of one ISA.
 struct SampleKernels {
-  // Writes the largest logit of each block.
+  // Writes the largest logit of each block to `block_tops`.
   RowScan (*scan)(const float* logits, size_t size, float* block_tops);
-  // weights[i] = exp((logits[i] - top) * inverse_temperature), 0 below exp(-87).
+  // Computes weights[i] = exp((logits[i] - top) * inverse_temperature); 0 below exp(-87).
   void (*weigh)(const float* logits, size_t size, float top, float inverse_temperature,
                 float* weights);
-  // Writes the sum of the weights of all blocks up to and with each; returns that of all.
+  // Writes for each block the sum of the weights of all blocks up to it; returns the sum of all
+  // weights.
   double (*sum)(const float* logits, size_t size, float top, float inverse_temperature,
                 double* cumulated);
 };
 
 const SampleKernels& choose_sample_kernels(Isa isa);
 
-// Run all rows, on `pool` if it is given and there is enough to share. REQUIRES: what the structs
-// say; pointers are borrowed for the call.
+// These functions run all rows of a task, on `pool` if it is given and the work is enough to share.
+// REQUIRES: what the structs state; pointers are borrowed for the call.
 Status run_sample(const SampleKernels& kernels, ThreadPool* pool, const SampleTask& task);
 Status run_logprobs(const SampleKernels& kernels, ThreadPool* pool, const LogprobTask& task);
 

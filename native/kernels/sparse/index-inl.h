@@ -1,6 +1,6 @@
 // Scores of keys by an index. Included by attention-inl.h, after the products of tiles.
 
-// Sums a tile's rows of products by token: each a chain over its heads, ascending.
+// Sums the products of a tile by token, over the token's heads in ascending order.
 inline void sum_heads(const ScoreTask& task, const float* key_scales, size_t tile) {
   for (size_t t = 0; t < task.num_tokens; ++t) {
     const float* weights = task.weights + t * task.weight_stride;
@@ -14,7 +14,8 @@ inline void sum_heads(const ScoreTask& task, const float* key_scales, size_t til
         sum = fma(positive, set_f32(weights[head] * task.scale), sum);
       }
       if (key_scales != nullptr) sum = sum * load_f32(key_scales + i);
-      // Zeros are equal, whatever their sign, and are to be ordered as equals.
+      // Add a zero, which turns -0 into +0: zeros of both signs are equal and must be ordered as
+      // equal.
       store_f32(out + i, sum + zero_f32());
     }
   }

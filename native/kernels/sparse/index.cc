@@ -11,14 +11,14 @@
 namespace tandem {
 namespace {
 
-// Scores that are held at a time; more tokens are done one group after the other.
+// Number of scores that are held at a time; more tokens are scored in groups, one after the other.
 constexpr size_t kMaxScores = 4 << 20;
-// Keys that one task scores, so that the threads of a decode share a context.
+// Number of keys that one task scores, so that threads can share the context of a single decode.
 constexpr size_t kTaskKeys = 4096;
-// Scores that are worth waking a thread for.
+// Least number of scores for which another thread is worth waking.
 constexpr size_t kMinSharedScores = 2048;
 
-// The larger the score, the larger the number.
+// Returns an unsigned number that is ordered like the score.
 uint32_t order_of(float score) {
   uint32_t bits;
   std::memcpy(&bits, &score, sizeof bits);
@@ -213,8 +213,8 @@ void choose_largest(const float* scores, size_t num_scores, size_t count, int32_
   thread_local std::vector<uint32_t> orders;
   orders.resize(num_scores);
   for (size_t i = 0; i < num_scores; ++i) orders[i] = order_of(scores[i]);
-  // The order of the last one that is chosen, found from its highest bits down: those above it are
-  // all chosen, and of those equal to it the first `left`.
+  // Find the order number of the last chosen score from its highest bits down (radix select): all
+  // scores above it are chosen, and of those equal to it the first `left`.
   constexpr int kSteps[] = {11, 11, 10};
   uint32_t prefix = 0, mask = 0;
   size_t left = count;

@@ -15,7 +15,7 @@
 
 namespace tandem {
 
-// One layer's index queries and where the choice goes.
+// The index queries of one layer, and the place of the chosen positions.
 struct IndexCall {
   const void* q = nullptr;  // [tokens][num_heads][key_dim]; tokens `q_stride` items apart.
   size_t q_stride = 0;
@@ -29,12 +29,13 @@ struct IndexCall {
   size_t num_chosen = 0;
 };
 
-// Writes the positions of the `count` largest of `num_scores` scores, ascending; of equal ones the
-// lowest, NaN before all numbers. `count` is at most `num_scores`.
+// Writes the positions of the `count` largest of `num_scores` scores, ascending. Of equal scores
+// the lowest position is chosen; NaN counts as larger than all numbers. `count` is at most
+// `num_scores`.
 void choose_largest(const float* scores, size_t num_scores, size_t count, int32_t* chosen);
 
-// Chooses for each token. One that sees no more than num_chosen keys gets all their positions, and
-// then zeros. `step.kv` are the index keys. Errors: those of the pool.
+// Chooses keys for each token. A token that sees no more than num_chosen keys gets all their
+// positions, and then zeros. `step.kv` has the index keys. Errors: those of the pool.
 Status run_index(const AttentionKernels& kernels, ThreadPool* pool, const AttentionStep& step,
                  const IndexCall& call);
 

@@ -3,7 +3,7 @@
 // A tile of tokens passes over a panel of the state at a time. Tiles change no bit: each element and each column's sum
 // go through the same operations, in the order of the items of B and C, even and odd ones apart.
 
-// Time steps and decays of a head for a tile's tokens.
+// Computes the time steps and decays of a head for a tile's tokens.
 template <class T>
 inline void compute_steps(const Mamba2Task& task, size_t first_row, size_t num_tokens, size_t head,
                           Mamba2Tile& tile) {
@@ -17,7 +17,7 @@ inline void compute_steps(const Mamba2Task& task, size_t first_row, size_t num_t
   const F32 low = set_f32(task.weights.dt_min), high = set_f32(task.weights.dt_max);
   for (size_t t = 0; t < kMamba2Tokens; t += kLanes) {
     const F32 raw = softplus(load_f32(dt + t) + bias);
-    // Comparisons that a NaN passes through.
+    // The comparisons are written so that a NaN passes through.
     const F32 raised = raw < low ? low : raw;
     const F32 step = raised > high ? high : raised;
     store_f32(tile.dt + t, step);
@@ -40,7 +40,8 @@ TANDEM_INLINE inline void scan_row(float* row, F32 decay, const F32 (&update)[kS
   });
 }
 
-// A tile's tokens over `kScanColumns` columns of a state; `values` become outputs, rows `stride` apart.
+// Runs a tile's tokens over `kScanColumns` columns of a state; `values` become the outputs, in rows
+// `stride` apart.
 inline void scan_tokens(float* state, size_t state_dim, const Mamba2Tile& tile, size_t num_tokens,
                         float skip, float* values, size_t stride) {
   for (size_t t = 0; t < num_tokens; ++t) {
@@ -117,7 +118,7 @@ void mamba2(const Mamba2Task& task, const Mamba2Item& item, float* scratch) {
   run_mamba2_item<uint16_t>(task, item, scratch);
 }
 
-// The gate, then the norm over a group of a row.
+// Multiplies with the gate, then norms a group of a row.
 template <class T>
 void norm_group(const Mamba2Task& task, size_t row, size_t group) {
   const size_t all = num_values_of(task.shape), size = all / task.shape.num_groups;

@@ -9,12 +9,14 @@
 namespace tandem {
 namespace {
 
-// Heads of a group that share one convolution of B and C, at most: a group may have all heads.
+// Largest number of heads of a group that share one convolution of B and C in a unit of work; a
+// group may have all heads of the layer.
 constexpr size_t kMostScanHeads = 8;
-// Groups of rows of the norm, of which a thread takes so many at a time.
+// Number of norms (of a group in a row) that a thread takes at a time.
 constexpr size_t kScanNormsAtOnce = 8;
 
-// A group's heads are split only as far as threads need it.
+// Plans units of work. The heads of a group are split only as far as the number of threads needs
+// it.
 std::vector<Mamba2Item> plan_items(const Mamba2Task& task, size_t num_threads) {
   const std::vector<size_t> sequences = list_longest_first(task);
   const size_t heads = task.shape.num_heads, group = heads / task.shape.num_groups;

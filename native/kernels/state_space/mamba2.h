@@ -16,7 +16,8 @@
 
 namespace tandem {
 
-// A state is [head][head_dim / 32][state_dim][32] floats, as that of a gated delta rule whose keys are B.
+// Sizes of a layer. A state is [head][head_dim / 32][state_dim][32] floats, like that of a gated
+// delta rule whose keys are B.
 struct Mamba2Shape {
   size_t num_heads = 0;   // A multiple of num_groups: group i serves the i-th part of the heads.
   size_t head_dim = 0;    // At most kMaxStateDim.
@@ -25,7 +26,8 @@ struct Mamba2Shape {
   size_t conv_width = 0;  // Inputs that an output of the convolution sees, 1 to kMaxConvWidth.
 };
 
-// Not members, as in gated_delta.h.
+// These are static functions and not members, because sources compiled for several instruction sets
+// call them, and each must keep its own copy.
 static inline size_t num_values_of(const Mamba2Shape& shape) {
   return shape.num_heads * shape.head_dim;
 }
@@ -52,7 +54,8 @@ struct Mamba2Weights {
   float dt_max = 0.0f;  // May be infinite.
 };
 
-// x has x, B and C before the convolution; z and out num_values.
+// The state space of a step's rows: `x` has x, B and C before the convolution; `z` and `out` have
+// num_values items.
 struct Mamba2Task : StateRows {
   Mamba2Shape shape;
   Mamba2Weights weights;
@@ -62,15 +65,15 @@ struct Mamba2Task : StateRows {
   float* mixed = nullptr;  // [rows][num_values]: y before gate and norm; scratch.
 };
 
-// Heads [begin, end) of one group, over the rows of one sequence.
+// One unit of work: heads [begin, end) of one group, over the rows of one sequence.
 struct Mamba2Item {
   size_t sequence, group, begin, end;
 };
 
 size_t mamba2_scratch(const Mamba2Shape& shape);
 
-// Runs all rows, on `pool` if it is given and there is enough to share. REQUIRES: what the structs say; pointers are
-// borrowed for the call. Errors: kCapacity (no memory for scratch).
+// Runs all rows of a task, on `pool` if it is given and the work is enough to share. REQUIRES: what
+// the structs state; pointers are borrowed for the call. Errors: kCapacity (no memory for scratch).
 Status run_mamba2(const StateSpaceKernels& kernels, ThreadPool* pool, const Mamba2Task& task);
 
 }  // namespace tandem

@@ -7,14 +7,15 @@
 
 namespace tandem {
 
-// Tokens that pass over a panel before the next panel: enough that loading the panel vanishes beside them.
+// Number of tokens that pass over a panel before the next panel: enough that the time to load the
+// panel hardly counts.
 inline constexpr size_t kMamba2Tokens = 32;
 
 static inline size_t value_stride_of(const Mamba2Shape& shape) {
   return num_panels_of(shape) * kStatePanel;
 }
 
-// Of kMamba2Tokens tokens.
+// Scratch memory for a tile of kMamba2Tokens tokens.
 struct Mamba2Tile {
   float* keys;     // [token][state_dim]: B.
   float* queries;  // [token][state_dim]: C.

@@ -1,6 +1,7 @@
 // The body of the short convolution; see short_conv.h. Included inside the variant's anonymous namespace.
 
-// Products that are kept of a block: those carried, and a tile of tokens.
+// Number of tokens of a tile. A block keeps the products B * x of a tile, and those that the
+// sequence carries from before.
 inline constexpr size_t kConvTokens = 32;
 
 template <class T>
@@ -9,7 +10,7 @@ inline F32 round_like(F32 x) {
   return as_f32(round_bf16(x) & static_cast<int32_t>(0xffff0000u));
 }
 
-// `count` items, completed by zeros if they are fewer than a register's.
+// Loads `count` items, filled up with zeros if they are fewer than a register's.
 template <class T>
 inline F32 load_part(const T* x, size_t count) {
   if (count >= kLanes) return load_wide(x);

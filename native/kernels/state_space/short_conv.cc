@@ -8,7 +8,7 @@
 namespace tandem {
 namespace {
 
-// Products of weights and inputs below which waking a thread costs more than it saves.
+// Number of products of weights and inputs below which waking a thread costs more than it saves.
 constexpr size_t kMinConvProducts = 256 << 10;
 
 }  // namespace

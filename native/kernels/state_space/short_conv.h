@@ -16,10 +16,11 @@
 
 namespace tandem {
 
-// Channels that pass together.
+// Number of channels that are computed together.
 inline constexpr size_t kConvBlock = 64;
 
-// x has B, C and x, each num_channels; out one of these.
+// The short convolution of a step's rows: `x` has B, C and x, num_channels items each; `out` has
+// num_channels.
 struct ShortConvTask : SequenceRows {
   size_t num_channels = 0;
   size_t conv_width = 0;        // Products that an output sees, 1 to kMaxConvWidth.
@@ -27,12 +28,14 @@ struct ShortConvTask : SequenceRows {
   const float* bias = nullptr;  // [num_channels], or null.
 };
 
-// Channels [first, first + size), at most kConvBlock, over the rows of one sequence.
+// One unit of work: channels [first, first + size), at most kConvBlock, over the rows of one
+// sequence.
 struct ShortConvItem {
   size_t sequence, first, size;
 };
 
-// Runs all rows, on `pool` if it is given and there is enough to share. REQUIRES: what the structs say.
+// Runs all rows of a task, on `pool` if it is given and the work is enough to share. REQUIRES: what
+// the structs state.
 Status run_short_conv(const StateSpaceKernels& kernels, ThreadPool* pool,
                       const ShortConvTask& task);
 

@@ -12,15 +12,15 @@ struct Mamba2Item;
 struct ShortConvTask;
 struct ShortConvItem;
 
-// `scratch` is the thread's: mamba2_scratch floats of the shape.
+// The kernels of one ISA. `scratch` is memory of the calling thread, of mamba2_scratch floats.
 struct StateSpaceKernels {
   void (*short_conv)(const ShortConvTask& task, const ShortConvItem& item);
   void (*mamba2)(const Mamba2Task& task, const Mamba2Item& item, float* scratch);
-  // The norm of one group of a row.
+  // Norms one group of a row.
   void (*mamba2_norm)(const Mamba2Task& task, size_t row, size_t group);
 };
 
-// The kernels for an ISA of `available_isas()`.
+// Returns the kernels for an ISA of `available_isas()`.
 const StateSpaceKernels& choose_state_space_kernels(Isa isa);
 
 }  // namespace tandem

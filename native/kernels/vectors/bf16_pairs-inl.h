@@ -1,5 +1,6 @@
-// Two bf16 a lane, widened to floats, for targets without a product of such pairs. Included inside the
-// variant's anonymous namespace by vec_*-inl.h, which has `dot` for them.
+// Pairs of bf16 in a lane, widened to two floats, for targets without an instruction that
+// multiplies such pairs. Included inside the variant's anonymous namespace by vec_*-inl.h, which
+// has their `dot`.
 
 struct Bf16Pair {
   F32 even, odd;

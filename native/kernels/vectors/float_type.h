@@ -1,4 +1,4 @@
-// The types of activations and of stored keys and values.
+// The floating-point types of activations and of stored keys and values.
 #pragma once
 
 #include <cstddef>

@@ -12,14 +12,16 @@ namespace {
 constexpr std::array<std::string_view, 7> kIsaNames = {
     "amx_emulated", "plain", "avx2", "avx512_bw", "avx512_vnni", "avx512_bf16", "amx"};
 
-// Whether the machine runs them; each also needs those before it. kernel_isas.cmake asks the same.
+// These functions return true if the machine can run a variant; each variant also needs all before
+// it. kernel_isas.cmake checks the same.
 [[maybe_unused]] bool has_avx2(const CpuFeatures& cpu) { return cpu.avx2 && cpu.fma && cpu.f16c; }
 [[maybe_unused]] bool has_avx512_bw(const CpuFeatures& cpu) {
   return has_avx2(cpu) && cpu.avx512f && cpu.avx512bw && cpu.avx512vl && cpu.avx512dq;
 }
 [[maybe_unused]] bool has_avx512_vnni(const CpuFeatures& cpu) { return has_avx512_bw(cpu) && cpu.avx512_vnni; }
 [[maybe_unused]] bool has_avx512_bf16(const CpuFeatures& cpu) {
-  // The lookup that widens e4m3 is VBMI's; only Cooper Lake has one without the other.
+  // The variant needs VBMI too, whose lookup widens e4m3; only Cooper Lake has AVX512_BF16 without
+  // VBMI.
   return has_avx512_vnni(cpu) && cpu.avx512_bf16 && cpu.avx512_vbmi;
 }
 [[maybe_unused]] bool has_amx(const CpuFeatures& cpu) {
@@ -31,7 +33,7 @@ struct Variant {
   bool (*is_usable)(const CpuFeatures& cpu);
 };
 
-// Those of this build that are chosen for their speed, ascending.
+// Variants of this build that may be chosen for their speed, ascending.
 constexpr Variant kBuilt[] = {
     {Isa::kPlain, [](const CpuFeatures&) { return true; }},
 #ifdef TANDEM_BUILT_PACKED_AVX2

@@ -3,7 +3,7 @@
 
 constexpr size_t kBlock = 64;
 
-// Reads `count` items as floats into a buffer completed by zeros.
+// Reads `count` items as floats into a buffer, which is filled up with zeros.
 template <class T>
 inline void load_tail(float* tail, const T* x, size_t count, size_t size) {
   for (size_t i = 0; i < count; ++i) tail[i] = widen_one(x[i]);
@@ -33,7 +33,7 @@ inline float inverse_rms(const T* x, size_t size, float eps) {
   return 1.0f / __builtin_sqrtf(mean + eps);
 }
 
-// Sum of a[i] * b[i] over `size` items, a multiple of 64.
+// Returns the sum of a[i] * b[i] over `size` items, a multiple of 64.
 inline float dot_block(const float* a, const float* b, size_t size) {
   F32 sums[kBlockVectors];
   for (size_t v = 0; v < kBlockVectors; ++v) sums[v] = zero_f32();

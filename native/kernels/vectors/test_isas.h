@@ -1,4 +1,5 @@
-// What tests of packed kernels share: a small pool, and the comparison over instruction sets.
+// Common parts of the tests of packed kernels: a small thread pool, and the comparison between
+// instruction sets.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +22,8 @@ inline std::unique_ptr<ThreadPool> make_test_pool() {
   return std::move(ThreadPool::create(ThreadPool::plan(read_topology(), 2)).value());
 }
 
-// Integer formats and fp32 must agree bitwise with the plain variant, others to within bf16's rounding.
+// Checks that instruction sets agree: for integer formats and fp32 bitwise with the plain variant,
+// for others to within bf16's rounding.
 inline void check_isas_agree(const WeightFormat& format,
                              FunctionRef<std::vector<float>(Isa)> run) {
   const std::vector<float> want = run(Isa::kPlain);

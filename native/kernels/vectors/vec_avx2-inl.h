@@ -2,16 +2,17 @@
 
 inline constexpr size_t kLanes = 8;
 typedef __m256 F32;
-// Not __m256i, for the reason in vec_avx512-inl.h.
+// A GCC vector of int32_t and not __m256i, for the reason that vec_avx512-inl.h states for __m512i.
 typedef int32_t I32 __attribute__((vector_size(32)));
 inline __m256i raw(I32 v) { return (__m256i)v; }
 
 inline constexpr int kMaxRows = 4;
-// 16 registers: 8 sums, two vectors of weights split in two, a row split in two. One row takes all
-// columns, in order, because half lines of a panel come slowly from memory.
+// Vectors of columns beside a number of rows. They use 16 registers: 8 sums, two vectors of weights
+// split in two, a row split in two. A single row takes all columns in order, because half of a
+// panel's lines come slowly from memory.
 constexpr int vectors_beside(int rows) { return rows == 1 ? 8 : 2; }
 constexpr int bf16_vectors_beside(int rows) { return rows == 1 ? 8 : 2; }
-// 12 sums, two vectors of weights and a row.
+// The sizes for fp32 use 12 registers for sums, two for weights and one for a row.
 inline constexpr int kMaxF32Rows = 6;
 constexpr int f32_vectors_beside(int rows) { return rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
@@ -38,7 +39,7 @@ inline void store_u8(uint8_t* p, I32 v) {
 }
 inline F32 fma(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
 inline F32 to_f32(I32 v) { return _mm256_cvtepi32_ps(raw(v)); }
-// The instructions return their second operand where either is NaN.
+// The instructions return their second operand if either is NaN, so x comes second.
 inline F32 at_least(F32 x, F32 low) { return _mm256_max_ps(low, x); }
 inline F32 at_most(F32 x, F32 high) { return _mm256_min_ps(high, x); }
 inline F32 as_f32(I32 v) { return _mm256_castsi256_ps(raw(v)); }
@@ -75,8 +76,9 @@ inline F32 load_fp16(const uint16_t* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-// vpmaddubsw would saturate (2 * 255 * 127 > 2^15), so bytes are widened to 16 bits: even and odd
-// ones apart, each pair of products then summed without loss.
+// Weights of one step, widened from bytes to 16 bits: the even and the odd ones apart, so that each
+// pair of products is summed without loss. vpmaddubsw on bytes would saturate (2 * 255 * 127 >
+// 2^15).
 struct IntWeights {
   I32 even, odd;
 };
@@ -95,8 +97,8 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   acc += (I32)_mm256_madd_epi16(raw(w.even), raw(a.even));
   return acc + (I32)_mm256_madd_epi16(raw(w.odd), raw(a.odd));
 }
-// Codes that are small enough for vpmaddubsw, with as many steps summed in 16 bits as cannot overflow
-// them: half the operations of the above.
+// Products of codes that are small enough for vpmaddubsw, and the number of steps that can be
+// summed in 16 bits without overflow. This takes half the operations of IntWeights.
 template <int kMaxCode>
 struct NarrowSums {
   static constexpr int kSteps = 32767 / (256 * kMaxCode);
@@ -136,7 +138,8 @@ inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return fma(w.odd, a.odd, fma(w.even, a.even, acc));
 }
 
-// Moved to fp16's exponent, e4m3 is 2^8 too small; the conversion normalises subnormal ones.
+// Shifted to fp16's exponent, an e4m3 number is too small by 2^8; the conversion from fp16
+// normalises subnormal ones.
 inline constexpr float kE4m3Factor = 256.0f;
 inline F32 widen_e4m3(__m128i high_bytes) {
   const __m128i fields = _mm_set1_epi16(static_cast<int16_t>(0xbf80));
@@ -152,7 +155,8 @@ inline void e4m3_weights(I32 v, Bf16Pair (&w)[2]) {
 template <int kPair>
 inline Bf16Pair e2m1_weights(I32 v) {
   const __m256 values = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
-  // The lookup takes the three bits of the magnitude; the fourth is moved to the sign.
+  // The lookup uses the three bits of the magnitude; the fourth bit of the code is moved to the
+  // sign.
   const auto widen = [&](I32 low, I32 high) {
     const F32 magnitude = _mm256_permutevar8x32_ps(values, raw(low));
     return as_f32(as_i32(magnitude) | (high & INT32_MIN));

@@ -3,13 +3,14 @@
 
 inline constexpr size_t kLanes = 16;
 typedef __m512 F32;
-// Not __m512i, whose lanes GCC takes for 64 bits: sums that change their type at every step would
-// be kept in memory.
+// A GCC vector of int32_t and not __m512i, whose lanes GCC takes for 64 bits: sums would change
+// their type at every step, and GCC would keep them in memory.
 typedef int32_t I32 __attribute__((vector_size(64)));
 inline __m512i raw(I32 v) { return (__m512i)v; }
 
 inline constexpr int kMaxRows = 6;
-// 24 sums, 4 vectors of weights and a row fill 29 of the 32 registers.
+// Vectors of columns beside the rows: 24 sums, 4 vectors of weights and a row fill 29 of the 32
+// registers.
 constexpr int vectors_beside(int) { return 4; }
 constexpr int bf16_vectors_beside(int) { return 4; }
 inline constexpr int kMaxF32Rows = 6;
@@ -89,7 +90,7 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   acc += (I32)_mm512_madd_epi16(raw(w.even), raw(a.even));
   return acc + (I32)_mm512_madd_epi16(raw(w.odd), raw(a.odd));
 }
-// As with AVX2.
+// Products of small codes summed in 16 bits, as in vec_avx2-inl.h.
 template <int kMaxCode>
 struct NarrowSums {
   static constexpr int kSteps = 32767 / (256 * kMaxCode);
@@ -130,14 +131,14 @@ inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return _mm512_dpbf16_ps(acc, (__m512bh)w.v, (__m512bh)a.v);
 }
 
-// Rounds 32 floats.
+// Rounds 32 floats to bf16.
 inline void round_pair(uint16_t* out, const float* values) {
   _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(load_f32(values + 16), load_f32(values)));
 }
 inline void store_pair(uint8_t* p, Bf16Pair w) { _mm512_storeu_si512(p, raw(w.v)); }
 
-// The two bytes of bf16 by the seven bits of an e4m3 magnitude. Subnormal ones are normalised, for
-// the dot product takes bf16's own subnormals for zeros.
+// Table of the two bytes of bf16 for each seven bits of an e4m3 magnitude. Subnormal e4m3 numbers
+// are normalised, because the dot product takes bf16's own subnormals for zeros.
 struct E4m3Bytes {
   alignas(64) uint8_t low[128];
   alignas(64) uint8_t high[128];
@@ -150,7 +151,7 @@ constexpr E4m3Bytes list_e4m3() {
       for (exponent = 1; mantissa < 8; --exponent) mantissa <<= 1;
       mantissa &= 7;
     }
-    // Modulo 2^32, so that exponents below 0 come out right.
+    // Unsigned arithmetic wraps modulo 2^32, so exponents below 0 come out right.
     const uint32_t bf16 = code == 0 ? 0 : ((exponent + 120) << 7) | (mantissa << 4);
     bytes.low[code] = static_cast<uint8_t>(bf16);
     bytes.high[code] = static_cast<uint8_t>(bf16 >> 8);
@@ -165,7 +166,7 @@ inline void e4m3_weights(I32 v, Bf16Pair (&w)[2]) {
                                     _mm512_load_si512(table + 64));
   };
   const __m512i low = look_up(kE4m3Bytes.low);
-  // The lookup ignores the sign, which is put back: high | (v & 0x80).
+  // The lookup ignores the sign bit, so it is put back: high | (v & 0x80).
   const __m512i high = _mm512_ternarylogic_epi32(look_up(kE4m3Bytes.high), raw(v),
                                                  _mm512_set1_epi8(INT8_MIN), 0xf8);
   w[0] = {(I32)_mm512_unpacklo_epi8(low, high)};
@@ -173,8 +174,8 @@ inline void e4m3_weights(I32 v, Bf16Pair (&w)[2]) {
 }
 template <int kPair>
 inline Bf16Pair e2m1_weights(I32 v) {
-  // 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their opposites, twice: the lookup takes five bits of each half
-  // lane, of which the fifth belongs to the next code.
+  // The values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives in bf16, twice: the lookup uses five
+  // bits of each 16-bit lane, of which the fifth belongs to the next code.
   const __m512i values = _mm512_broadcast_i32x8(_mm256_setr_epi32(
       0x3f000000, 0x3fc03f80, 0x40404000, 0x40c04080, static_cast<int32_t>(0xbf008000),
       static_cast<int32_t>(0xbfc0bf80), static_cast<int32_t>(0xc040c000),
@@ -187,7 +188,8 @@ inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return fma(w.odd, a.odd, fma(w.even, a.even, acc));
 }
 
-// Moved to fp16's exponent, e4m3 is 2^8 too small; the conversion normalises subnormal ones.
+// Shifted to fp16's exponent, an e4m3 number is too small by 2^8; the conversion from fp16
+// normalises subnormal ones.
 inline constexpr float kE4m3Factor = 256.0f;
 inline F32 widen_e4m3(__m256i high_bytes) {
   const __m256i fields = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
@@ -205,7 +207,7 @@ template <int kPair>
 inline Bf16Pair e2m1_weights(I32 v) {
   const __m512 values = _mm512_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f,
                                        -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f);
-  // The lookup takes four bits.
+  // The lookup uses the lowest four bits of each lane, a whole e2m1 code.
   return {_mm512_permutexvar_ps(raw(v >> (4 * kPair)), values),
           _mm512_permutexvar_ps(raw(v >> (16 + 4 * kPair)), values)};
 }

@@ -9,10 +9,11 @@
 typedef uint16_t U16 __attribute__((vector_size(2 * kLanes)));
 typedef uint8_t U8 __attribute__((vector_size(kLanes)));
 
-// Registers that hold 16 and 64 floats.
+// Numbers of registers that hold 16 and 64 floats.
 inline constexpr size_t kWordVectors = 16 / kLanes;
 inline constexpr size_t kBlockVectors = 64 / kLanes;
-// Added to a small float, leaves it rounded to an integer in the low bits (1.5 * 2^23).
+// 1.5 * 2^23: adding it to a small float leaves the float, rounded to an integer, in the low bits
+// of the sum.
 inline constexpr float kRounder = 12582912.0f;
 inline constexpr float kInfinity = __builtin_inff();
 
@@ -22,7 +23,7 @@ template <size_t kStep, size_t... kIndex>
 TANDEM_INLINE inline F32 rotate(F32 v, Indices<kIndex...>) {
   return __builtin_shufflevector(v, v, ((kIndex + kStep) % kLanes)...);
 }
-// Lane i of the result is lane i + kStep of `v`, around the end.
+// Rotates the lanes: lane i of the result is lane (i + kStep) modulo kLanes of `v`.
 template <size_t kStep>
 TANDEM_INLINE inline F32 rotate(F32 v) {
   return rotate<kStep>(v, Lanes{});
@@ -34,7 +35,8 @@ inline I32 load_shorts(const uint16_t* p) {
   __builtin_memcpy(&s, p, sizeof s);
   return __builtin_convertvector(s, I32);
 }
-// Widened in two steps, as GCC 12 takes a vector apart for one of four times the width.
+// Widens bytes to 32 bits in two steps, because GCC 12 takes a vector apart when it is widened
+// fourfold at once.
 inline I32 load_bytes_wide(const void* p) {
   U8 s;
   __builtin_memcpy(&s, p, sizeof s);
@@ -51,7 +53,7 @@ inline float widen_one(uint16_t x) {
   return value;
 }
 
-// Rounded to nearest even; a NaN stays one.
+// Rounds floats to bf16 in the upper half of each lane, to nearest even; NaN stays NaN.
 inline I32 round_bf16(F32 v) {
   const I32 bits = as_i32(v);
   const I32 rounded = bits + 0x7fff + ((bits >> 16) & 1);
@@ -82,14 +84,14 @@ TANDEM_INLINE inline F32 fold(const F32 (&v)[kWordVectors], Combine combine) {
   s = combine(s, rotate<2>(s));
   return combine(s, rotate<1>(s));
 }
-// Sum of 64 lanes: four words of 16, then halves to halves.
+// Returns the sum of 64 lanes: first four words of 16 are added, then halves to halves.
 TANDEM_INLINE inline float sum_block(const F32 (&v)[kBlockVectors]) {
   F32 word[kWordVectors];
   for (size_t i = 0; i < kWordVectors; ++i)
     word[i] = (v[i] + v[i + kWordVectors]) + (v[i + 2 * kWordVectors] + v[i + 3 * kWordVectors]);
   return fold(word, [](F32 a, F32 b) TANDEM_INLINE { return a + b; })[0];
 }
-// Largest of 64 lanes; which NaN are seen is not said.
+// Returns the largest of 64 lanes; the result is unspecified if some are NaN.
 TANDEM_INLINE inline float max_block(const F32 (&v)[kBlockVectors]) {
   F32 word[kWordVectors];
   for (size_t i = 0; i < kWordVectors; ++i)
@@ -98,14 +100,14 @@ TANDEM_INLINE inline float max_block(const F32 (&v)[kBlockVectors]) {
   return fold(word, [](F32 a, F32 b) TANDEM_INLINE { return at_least(a, b); })[0];
 }
 
-// exp(x) for x <= 0, within 2 ulp: 2^n * 2^f, the latter as its Taylor polynomial on [-1/2, 1/2].
-// Below -87 the result would be denormal and is 0; NaN stays NaN.
+// Computes exp(x) for x <= 0, within 2 ulp, as 2^n * 2^f, where 2^f is a Taylor polynomial on
+// [-1/2, 1/2]. Below -87 the result would be denormal and is 0; NaN stays NaN.
 TANDEM_INLINE inline F32 exp_nonpositive(F32 x) {
   const F32 zero = zero_f32();
   const F32 bounded = at_least(x, set_f32(-87.0f));
   const F32 shifted = fma(bounded, set_f32(1.44269504f), set_f32(kRounder));
   const F32 n = shifted - kRounder;
-  // log2(e) in two parts, so that f is exact to its last bit however large n.
+  // log2(e) is used in two parts, so that f is exact to its last bit however large n is.
   F32 f = fma(bounded, set_f32(1.44269502162933349609f), zero - n);
   f = fma(bounded, set_f32(1.92596299112661746e-8f), f);
   F32 p = set_f32(1.52527338e-5f);
@@ -116,20 +118,20 @@ TANDEM_INLINE inline F32 exp_nonpositive(F32 x) {
   p = fma(p, f, set_f32(2.40226507e-1f));
   p = fma(p, f, set_f32(6.93147181e-1f));
   p = fma(p, f, set_f32(1.0f));
-  // The low bits of `shifted` are n; added to p's exponent.
+  // The low bits of `shifted` are n, which is added to the exponent of p.
   const F32 result = as_f32(as_i32(p) + shift_left_23(as_i32(shifted)));
   const F32 bounded_result = x < -87.0f ? zero : result;
   return x == x ? bounded_result : x;
 }
 
-// 1 / (1 + exp(-x)), without overflow.
+// Computes 1 / (1 + exp(-x)), without overflow.
 TANDEM_INLINE inline F32 sigmoid(F32 x) {
   const F32 e = exp_nonpositive(x < 0.0f ? x : zero_f32() - x);
   const F32 one = set_f32(1.0f);
   return (x < 0.0f ? e : one) / (one + e);
 }
 
-// Absolute error below 4 units of 2^-24: small x lose relative accuracy.
+// Computes tanh with an absolute error below 4 units of 2^-24; a small x loses relative accuracy.
 TANDEM_INLINE inline F32 tanh_of(F32 x) {
   const F32 one = set_f32(1.0f);
   const F32 e = exp_nonpositive(x < 0.0f ? x + x : zero_f32() - (x + x));

@@ -1,15 +1,16 @@
-// Four lanes in the compiler's own vector type: any target. Included inside the variant's
-// anonymous namespace, as its siblings are; what each function means is said here.
+// Vectors of four lanes in the compiler's own vector type, for any target. Included inside the
+// variant's anonymous namespace, as vec_avx2-inl.h and vec_avx512-inl.h are; the comments here say
+// what each function does in all of them.
 
 inline constexpr size_t kLanes = 4;
 typedef float F32 __attribute__((vector_size(16)));
 typedef int32_t I32 __attribute__((vector_size(16)));
 
-// Rows of a register block, and vectors of columns beside them.
+// Size of a register block of a product: rows, and vectors of columns beside them.
 inline constexpr int kMaxRows = 2;
 constexpr int vectors_beside(int) { return 1; }
 constexpr int bf16_vectors_beside(int) { return 1; }
-// The same of fp32.
+// Size of a register block for products of fp32.
 inline constexpr int kMaxF32Rows = 2;
 constexpr int f32_vectors_beside(int) { return 1; }
 
@@ -26,14 +27,15 @@ inline I32 load_i32(const void* p) {
   __builtin_memcpy(&v, p, sizeof v);
   return v;
 }
-// One byte a lane, zero-extended; and its inverse, for lanes below 256.
+// load_u8 loads one byte per lane, zero-extended; store_u8 stores lanes below 256 as bytes.
 inline I32 load_u8(const uint8_t* p) { return I32{p[0], p[1], p[2], p[3]}; }
 inline void store_u8(uint8_t* p, I32 v) {
   for (size_t i = 0; i < kLanes; ++i) p[i] = static_cast<uint8_t>(v[i]);
 }
 inline void store_i32(void* p, I32 v) { __builtin_memcpy(p, &v, sizeof v); }
 inline void store_f32(float* p, F32 v) { __builtin_memcpy(p, &v, sizeof v); }
-// One rounding, as in hardware, so that integer formats agree bitwise across ISAs.
+// Fused multiply-add with one rounding, as in hardware, so that integer formats agree bitwise
+// across ISAs.
 inline F32 fma(F32 a, F32 b, F32 c) {
   F32 r;
   for (size_t i = 0; i < kLanes; ++i) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -44,7 +46,8 @@ inline F32 to_f32(I32 v) {
   for (size_t i = 0; i < kLanes; ++i) r[i] = static_cast<float>(v[i]);
   return r;
 }
-// The bound where x is beyond it; x itself where it is NaN.
+// Limit x from below or above: the result is the bound if x is beyond it, and x itself if it is
+// NaN.
 inline F32 at_least(F32 x, F32 low) {
   for (size_t i = 0; i < kLanes; ++i) x[i] = x[i] < low[i] ? low[i] : x[i];
   return x;
@@ -56,7 +59,7 @@ inline F32 at_most(F32 x, F32 high) {
 inline F32 as_f32(I32 v) { return (F32)v; }
 inline I32 as_i32(F32 v) { return (I32)v; }
 inline I32 shift_left_23(I32 v) { return v << 23; }
-// All ones where a < b; then what to take where the mask is set, and where it is not.
+// is_less returns all ones in lanes where a < b; select takes a where the mask is set, b elsewhere.
 inline I32 is_less(F32 a, F32 b) { return (I32)(a < b); }
 inline I32 select(I32 mask, I32 a, I32 b) { return (a & mask) | (b & ~mask); }
 inline I32 max_i32(I32 a, I32 b) { return select((I32)(a > b), a, b); }
@@ -82,7 +85,8 @@ inline F32 load_bf16(const uint16_t* p) {
 inline F32 load_fp16(const uint16_t* p) {
   F32 r;
   for (size_t i = 0; i < kLanes; ++i) {
-    // The exponent is rebased by a multiplication, which also normalises subnormals.
+    // The exponent is moved to float's by a multiplication, which also normalises subnormal
+    // numbers.
     const uint32_t magnitude = static_cast<uint32_t>(p[i] & 0x7fff) << 13;
     const uint32_t sign = static_cast<uint32_t>(p[i] & 0x8000) << 16;
     float value;
@@ -93,7 +97,8 @@ inline F32 load_fp16(const uint16_t* p) {
   return r;
 }
 
-// Four 8-bit products per lane: weights unsigned, activations signed.
+// Weights and activations of one step: four products of 8 bits per lane, weights unsigned,
+// activations signed.
 struct IntWeights {
   I32 v;
 };
@@ -113,33 +118,33 @@ inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   }
   return acc;
 }
-// Sums of the products of some steps in fewer bits, where a target gains by them: of codes up to
-// kMaxCode with int8, kSteps steps.
+// Sums of products in 16 bits, on targets where that is faster: kSteps is the number of steps that
+// can be summed with codes up to kMaxCode; 0: none, as here.
 template <int kMaxCode>
 struct NarrowSums {
   static constexpr int kSteps = 0;
 };
-// Sixteen bits a lane, zero-extended.
+// Loads 16 bits per lane, zero-extended.
 inline I32 load_u16(const uint8_t* p) {
   uint16_t halves[kLanes];
   __builtin_memcpy(halves, p, sizeof halves);
   return I32{halves[0], halves[1], halves[2], halves[3]};
 }
-// The entry of a table for each byte, which is below 16.
+// Replaces each byte, which is below 16, by the entry of a table.
 inline I32 look_up(const uint8_t (&table)[16], I32 v) {
   uint8_t bytes[sizeof v];
   __builtin_memcpy(bytes, &v, sizeof v);
   for (uint8_t& byte : bytes) byte = table[byte];
   return load_i32(bytes);
 }
-// Words of a table at kStride times each index.
+// Loads for each lane the table's word at kStride times the lane's index.
 template <int kStride>
 inline I32 gather(const uint32_t* table, I32 index) {
   uint32_t words[kLanes];
   for (size_t i = 0; i < kLanes; ++i) words[i] = table[static_cast<size_t>(index[i]) * kStride];
   return load_i32(words);
 }
-// The opposite of byte i of a lane, in eight bits, where bit i of the lane of `signs` is set.
+// Negates byte i of a lane, in eight bits, if bit i of the lane of `signs` is set.
 inline I32 negate_bytes(I32 v, I32 signs) {
   uint8_t bytes[sizeof v];
   __builtin_memcpy(bytes, &v, sizeof v);
@@ -157,14 +162,15 @@ inline F32 dot(F32 acc, Bf16Pair w, Bf16Pair a) {
   return w.odd * a.odd + acc;
 }
 
-// A vector of e4m3 codes as the pairs k = 0, 1 and k = 2, 3 of each column, and one of e2m1 codes
-// as the pair k = 2 kPair, 2 kPair + 1; the layouts are in weight_format.h. e4m3 comes out divided by
-// kE4m3Factor.
+// e4m3_weights widens a vector of codes to the pairs k = 0, 1 and k = 2, 3 of each column, divided
+// by kE4m3Factor; e2m1_weights widens the pair k = 2 kPair, 2 kPair + 1. weight_format.h describes
+// the layouts.
 inline constexpr float kE4m3Factor = 1.0f;
 inline void e4m3_weights(I32 v, Bf16Pair (&w)[2]) {
   uint8_t codes[16];
   __builtin_memcpy(codes, &v, sizeof v);
-  // Moved to fp32's exponent, where it is 2^120 too small; subnormal ones are normalised.
+  // Shifted to fp32's exponent, an e4m3 number is too small by 2^120; the multiplication normalises
+  // subnormal ones.
   const auto widen = [](uint8_t code) {
     const uint32_t bits = static_cast<uint32_t>(code & 0x7f) << 20;
     float value;
@@ -190,7 +196,8 @@ inline Bf16Pair e2m1_weights(I32 v) {
   }
   return w;
 }
-// As bf16, which holds them exactly: what bf16_weights takes.
+// Stores a pair of weights as bf16, which represents them exactly, in the form that bf16_weights
+// loads.
 inline void store_pair(uint8_t* p, Bf16Pair w) {
   const I32 even = as_i32(w.even), odd = as_i32(w.odd);
   for (size_t i = 0; i < kLanes; ++i) {

@@ -9,27 +9,27 @@
 namespace tandem {
 namespace {
 
-// Inputs of one row that are taken apart together: whole blocks of every kind, short enough that
-// what 64 rows write stays in L1.
+// Number of inputs of a row that are taken apart together: whole blocks of every kind, and few
+// enough that what 64 rows write stays in L1.
 constexpr size_t kChunkInputs = kMaxBlockWeights;
 constexpr size_t kChunkGroups = kMaxBlockGroups;
 constexpr size_t kCacheLineBytes = 64;
-// Of a panel's codes, four or eight inputs of all its outputs.
+// Bytes of a panel's codes for four or eight inputs of all its outputs.
 constexpr size_t kPieceBytes = kPanelColumns * 4;
 
 #include "kernels/weights/place_codes-inl.h"
 
-// e2m1 codes of half of each number, 0.25 and 0.75 rounded to even.
+// e2m1 codes of half of each number; 0.25 and 0.75 are rounded to even.
 constexpr uint8_t kHalvedE2m1[8] = {0, 0, 1, 2, 2, 3, 4, 5};
 
-// A chunk of one row in the format of the panel: what is written to one column of it.
+// A chunk of one row in the panel's format, as it is written to one column.
 struct ChunkCodes {
   alignas(64) uint8_t codes[kChunkInputs];
   uint16_t scales[kChunkGroups];
   uint16_t minima[kChunkGroups];
 };
 
-// fp16, to nearest; infinite beyond its range.
+// Rounds a float to fp16, to nearest; infinite beyond its range.
 uint16_t narrow_to_half(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -37,7 +37,8 @@ uint16_t narrow_to_half(float value) {
   const uint32_t magnitude = bits & 0x7fffffff;
   if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);
   if (magnitude < 0x38800000) {
-    // Subnormal in fp16: its step is 2^-24, and adding 0.5 in fp32 rounds to that step.
+    // The value is subnormal in fp16, where a step is 2^-24: adding 0.5 in fp32 rounds to that
+    // step.
     float shifted;
     std::memcpy(&shifted, &magnitude, sizeof shifted);
     shifted += 0.5f;
@@ -65,7 +66,7 @@ Error refuse_block(size_t row, const char* what) {
                "blocks"};
 }
 
-// What makes codes of a kind those of the panel's format.
+// The conversion of a kind's codes to those of the panel's format.
 struct Recoding {
   uint8_t added;        // To each code.
   float centre;         // Where minima are made here: the code of weight 0, else 0.
@@ -83,7 +84,8 @@ Recoding plan_recoding(const WeightFormat& format, const BlockType& type) {
   return {static_cast<uint8_t>((1 << (format.bits - 1)) - type.offset), 0, is_by_table};
 }
 
-// Takes `num_weights` of a row, whole blocks, apart. False where a scale is beyond fp16.
+// Takes apart `num_weights` weights of a row, whole blocks with integer codes. Returns false if a
+// scale is beyond fp16.
 bool take_integers(const WeightFormat& format, const BlockType& type, const uint8_t* blocks,
                    size_t num_weights, ChunkCodes* out) {
   const Recoding recoding = plan_recoding(format, type);
@@ -115,8 +117,8 @@ bool take_integers(const WeightFormat& format, const BlockType& type, const uint
   return is_finite;
 }
 
-// Writes Q8_0's blocks to one column of a panel in their own format. `to` is where the first one's group
-// begins, `piece` the bytes of a group. False where a scale is not finite.
+// Copies blocks of Q8_0 to one column of a panel in their own format. `to` points to the group of
+// the first block, `piece` is the bytes of a group. Returns false if a scale is not finite.
 bool place_q8_0(const uint8_t* blocks, size_t num_weights, size_t column, size_t piece,
                 uint8_t* to) {
   const BlockType& type = block_type(BlockKind::kQ8_0);
@@ -137,7 +139,8 @@ bool place_q8_0(const uint8_t* blocks, size_t num_weights, size_t column, size_t
   return is_finite;
 }
 
-// The same of MXFP4; scales are e8m0. Our kernels have no 2^-127: twice that, and halved codes.
+// Takes apart blocks of MXFP4, whose scales are e8m0. The kernels have no scale 2^-127, so it
+// becomes 2^-126 and the codes are halved.
 bool take_floats(const BlockType& type, const uint8_t* blocks, size_t num_weights,
                  ChunkCodes* out) {
   BlockCodes block;
@@ -160,7 +163,7 @@ void write_codes(const WeightFormat& format, const uint8_t* codes, size_t column
   if (!format.is_float) return place_int_codes(format.bits, codes, size, column, to);
   to += column * 4;
   for (size_t k = 0; k < size; k += 8, to += kPieceBytes) {
-    // Of eight, the even ones are in the lower half: 0 2, 4 6, 1 3, 5 7.
+    // Of eight codes the even ones are stored in the lower half: 0 2, 4 6, 1 3, 5 7.
     const uint8_t* c = codes + k;
     const uint32_t packed = uint32_t{c[0]} | uint32_t{c[2]} << 4 | uint32_t{c[4]} << 8 |
                             uint32_t{c[6]} << 12 | uint32_t{c[1]} << 16 | uint32_t{c[3]} << 20 |
@@ -169,7 +172,8 @@ void write_codes(const WeightFormat& format, const uint8_t* codes, size_t column
   }
 }
 
-// Of one column: the integers of a superblock's scales and minima, as weight_format.h has them.
+// Writes to one column the integers of a superblock's scales and minima, in the layout of
+// weight_format.h.
 void write_levels(const WeightFormat& format, const uint8_t* levels, size_t column, uint8_t* rows) {
   const size_t count = count_levels(format);
   const auto row = [&](size_t r) -> uint8_t& { return rows[r * kPanelColumns + column]; };
@@ -188,7 +192,8 @@ void write_levels(const WeightFormat& format, const uint8_t* levels, size_t colu
   }
 }
 
-// A superblock of one column, as it is. False where its fp16 numbers are not finite.
+// Copies a superblock to one column in its own format. Returns false if its fp16 numbers are not
+// finite.
 bool write_superblock(const WeightFormat& format, const BlockRow& stored, size_t column, uint8_t* to) {
   BlockCodes block;
   split_codes(stored.kind, stored.data, &block);
@@ -210,7 +215,8 @@ bool write_superblock(const WeightFormat& format, const BlockRow& stored, size_t
   return true;
 }
 
-// REQUIRES: whole superblocks, all rows of the kind that is the format's own.
+// Lays out a panel of superblocks. REQUIRES: whole superblocks, all rows of the kind whose own
+// format this is.
 Status lay_out_superblocks(const WeightFormat& format, const PanelSource& source, uint8_t* panel) {
   const MatrixView& matrix = *source.matrix;
   const size_t num_columns = std::min(kPanelColumns, matrix.rows - source.first_row);
@@ -243,13 +249,13 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
   const size_t num_code_bytes = code_bytes(format, size);
   const bool is_byte = format.is_float || format.table == CodeTable::kE2m1;
   if (format.table == CodeTable::kE2m1) {
-    // Nothing multiplies a file's scales.
+    // The factor of each output is 1, because a GGUF file has none.
     constexpr float kOne = 1.0f;
     for (size_t c = 0; c < num_columns; ++c) std::memcpy(panel + c * sizeof kOne, &kOne, sizeof kOne);
     panel += kRowHeaderBytes;
   }
   ChunkCodes chunk;
-  // A part may begin within a block.
+  // Begin at a chunk's start, since a part of a matrix may begin within a block.
   for (size_t first = source.first_k / kChunkInputs * kChunkInputs; first < source.last_k;
        first += kChunkInputs) {
     const size_t count = std::min(kChunkInputs, matrix.columns - first);
@@ -259,7 +265,7 @@ Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uin
       const BlockRow& row = matrix.block_rows[source.first_row + c];
       const BlockType& type = block_type(row.kind);
       const uint8_t* blocks = row.data + first / type.weights * type.bytes;
-      // Of the next chunk, which the hardware does not see coming among so many rows.
+      // Prefetch the next chunk, which the hardware does not foresee among so many rows.
       const size_t chunk_bytes = kChunkInputs / type.weights * type.bytes;
       if (end < source.last_k)
         for (size_t i = 0; i < chunk_bytes; i += kCacheLineBytes)

@@ -9,11 +9,11 @@ namespace tandem {
 namespace {
 
 constexpr size_t kStepBytes = kPanelColumns * 4;
-// Outputs that share a scale in e4m3.
+// Number of outputs that share a scale in e4m3.
 constexpr size_t kLayoutBlockRows = 128;
 constexpr uint16_t kFp16Exponent = 0x7c00;
 
-// Values of one panel's format that every group needs.
+// Sizes and offsets of one panel's format, computed once for all groups.
 struct Layout {
   WeightFormat format;
   size_t unit;           // Inputs of a group; of the padding, where a row has one scale.
@@ -56,7 +56,7 @@ void place_codes(const WeightFormat& format, const uint8_t* codes, size_t count,
                  uint8_t* out) {
   if (!format.is_float) return place_int_codes(format.bits, codes, count, column, out);
   if (format.bits == 4) {
-    // Of eight, the even ones are in the lower half.
+    // Of eight codes the even ones are stored in the lower half.
     uint8_t* at = out + column * 4;
     for (size_t k = 0; k < count; k += 8, at += kStepBytes) {
       const uint8_t* c = codes + k;
@@ -76,7 +76,8 @@ void place_codes(const WeightFormat& format, const uint8_t* codes, size_t count,
 
 // Writes a zero point, which is given in fp16, to its nibble.
 Status place_zero(size_t row, uint16_t half, size_t column, uint8_t* nibbles) {
-  // Whole numbers from 1 to 15 in fp16: the exponent says how many of the upper bits are theirs.
+  // The zero point must be a whole number from 1 to 15 in fp16; the exponent says how many upper
+  // bits of the mantissa are before the binary point.
   const int exponent = (half >> 10) - 15;
   const uint32_t fraction = (half & 0x3ffu) | 0x400u;
   const bool is_whole =
@@ -91,7 +92,7 @@ Status place_zero(size_t row, uint16_t half, size_t column, uint8_t* nibbles) {
   return {};
 }
 
-// Writes the number of one output that stands before a panel of NVFP4.
+// Writes the fp32 factor of one output to the beginning of a panel of NVFP4.
 Status place_factor(const MatrixView& matrix, size_t row, size_t column, uint8_t* panel) {
   const float factor = matrix.factors[row];
   if (!std::isfinite(factor) || factor == 0)
@@ -100,7 +101,7 @@ Status place_factor(const MatrixView& matrix, size_t row, size_t column, uint8_t
   return {};
 }
 
-// Writes scale and minimum of a group, or of a row, of one column.
+// Writes the scale and the minimum of a group, or of a whole row, to one column.
 Status place_scale(const Layout& layout, const MatrixView& matrix, size_t row, size_t group,
                    size_t num_groups, size_t column, uint8_t* out) {
   if (layout.format.table == CodeTable::kE2m1) {
@@ -174,7 +175,7 @@ Status lay_out_panel(const WeightFormat& format, const PanelSource& source, uint
       }
       place_codes(format, codes, layout.unit, c, body + layout.header_bytes);
     }
-    // Of a block of e4m3 with few outputs, too, all copies of the scale are the same.
+    // In e4m3, all copies of a block's scale are written alike, even if the block has few outputs.
     if (format.is_float && format.bits == 8 && !layout.is_row)
       for (size_t i = 4; i < kFloatHeaderBytes; i += 4) std::memcpy(body + i, body, 4);
   }

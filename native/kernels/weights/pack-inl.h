@@ -6,20 +6,22 @@
 
 constexpr float kLargestFp16 = 65504.0f;
 constexpr float kLargestE4m3 = 448.0f;
-// Columns and inputs coded together: 16 columns share the lines of a panel that a chunk writes,
-// which stay in L1, and a chunk reads whole lines of each column's weights.
+// Columns and inputs that are packed together. 16 columns share the cache lines of a panel that a
+// chunk of inputs writes, so these stay in L1; and a chunk reads whole lines of each column's
+// weights.
 constexpr size_t kPackColumns = 16;
 constexpr size_t kPackChunk = 512;
-// Columns ahead of the one being coded whose weights are fetched.
+// Number of columns ahead whose weights are prefetched.
 constexpr size_t kPackAhead = 2;
 
-// REQUIRES: |value| <= kLargestFp16.
+// Rounds a float to fp16. REQUIRES: |value| <= kLargestFp16.
 inline uint16_t narrow_to_fp16(float value) {
   const uint32_t bits = bits_of(value);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;
   if (magnitude < 0x38800000) {
-    // Subnormal in fp16: its step is 2^-24, and adding 0.5 in fp32 rounds to that step.
+    // The value is subnormal in fp16, where a step is 2^-24: adding 0.5 in fp32 rounds to that
+    // step.
     const float shifted = float_of(magnitude) + 0.5f;
     return static_cast<uint16_t>(sign | (bits_of(shifted) - 0x3f000000));
   }
@@ -32,7 +34,8 @@ inline float widen_fp16(uint16_t half) {
   return (half & 0x8000 ? -0x1p112f : 0x1p112f) * magnitude;
 }
 
-// REQUIRES: `count` is a multiple of 16.
+// Reads `count` weights of a row as floats, zeros beyond the row's end. REQUIRES: `count` is a
+// multiple of 16.
 inline void widen_weights(const PackTask& task, size_t row, size_t k, size_t count, float* out) {
   const size_t at = row * task.row_size + k;
   const size_t in_row = task.row_size - k < count ? task.row_size - k : count;
@@ -54,7 +57,8 @@ inline void widen_weights(const PackTask& task, size_t row, size_t k, size_t cou
   }
 }
 
-// A chunk of a row is too short a piece for the hardware to see what comes next.
+// Prefetches the next weights of a row, because a chunk of a row is too short for the hardware's
+// own prefetching to follow.
 inline void prefetch_weights(const PackTask& task, size_t row, size_t k) {
   const size_t size = task.is_bf16 ? 2 : 4;
   const size_t count = task.row_size - k < kPackChunk ? task.row_size - k : kPackChunk;
@@ -62,7 +66,7 @@ inline void prefetch_weights(const PackTask& task, size_t row, size_t k) {
   for (size_t i = 0; i < count * size; i += 64) __builtin_prefetch(p + i);
 }
 
-// Of |w|, as bits, whose order is that of the values; NaN is above infinity.
+// Returns the largest magnitude as bits, which are ordered like the values; NaN is above infinity.
 inline uint32_t max_magnitude(const float* w, size_t count) {
   I32 peak = set_i32(0);
   for (size_t i = 0; i < count; i += kLanes)
@@ -82,13 +86,15 @@ inline Range find_range(const float* w, size_t count) {
   return {reduce_min(low), reduce_max(high)};
 }
 
-// u = clamp(round((w - minimum) * inverse), low, high) + offset
+// Quantization of a group to integers: u = clamp(round((w - minimum) * inverse), low, high) +
+// offset.
 struct IntCoder {
   float minimum, inverse, low, high;
   int32_t offset;
 };
 
-// Chooses scale and minimum of a group. Returns false if a weight is not finite or they do not fit.
+// Chooses the scale and the minimum of a group. Returns false if a weight is not finite, or if
+// scale or minimum exceed fp16.
 inline bool choose_int_scale(const WeightFormat& format, const float* w, size_t count,
                              uint32_t amax_bits, uint16_t* scale, uint16_t* minimum,
                              IntCoder* coder) {
@@ -101,11 +107,12 @@ inline bool choose_int_scale(const WeightFormat& format, const float* w, size_t 
     base = range.low;
     wanted = (range.high - base) / static_cast<float>(levels - 1);
   } else if (format.bits == 8) {
-    // Eight bits have a step to spare and stay even about zero.
+    // With eight bits the code range is left symmetric about zero, and one code stays unused.
     wanted = amax / 127.0f;
   } else {
-    // Fewer bits have not: the largest weight, the first if there are several, gets the code 0,
-    // whatever its sign, which makes the step negative where it is positive.
+    // With fewer bits all codes are used: the weight of largest magnitude (the first of several)
+    // gets the code 0, the most negative one, whatever its sign. If it is positive, the scale is
+    // negative.
     const Range range = find_range(w, count);
     float peak = range.high == amax ? amax : -amax;
     if (range.high == -range.low) {
@@ -117,7 +124,7 @@ inline bool choose_int_scale(const WeightFormat& format, const float* w, size_t 
   }
   if (!(__builtin_fabsf(wanted) <= kLargestFp16 && __builtin_fabsf(base) <= kLargestFp16))
     return false;
-  // Coding against the rounded scale and minimum makes their rounding free.
+  // Codes are computed from the rounded scale and minimum, so that rounding these adds no error.
   *scale = narrow_to_fp16(wanted);
   *minimum = narrow_to_fp16(base);
   const float step = widen_fp16(*scale);
@@ -140,7 +147,7 @@ inline void code_ints(const IntCoder& coder, const float* w, size_t count, uint8
   }
 }
 
-// Groups of one column, [first, first + count) of the inputs that the panel holds.
+// Packs groups of one column: [first, first + count) of the panel's inputs.
 bool pack_int_groups(const PackTask& task, const float* w, size_t first, size_t count,
                      size_t column) {
   const WeightFormat& format = task.format;
@@ -165,7 +172,7 @@ bool pack_int_groups(const PackTask& task, const float* w, size_t first, size_t 
   return true;
 }
 
-// The largest magnitude in a part of the matrix, which need not be whole vectors.
+// Returns the largest magnitude, as bits, in a part of the matrix, which need not be whole vectors.
 uint32_t scan_block(const PackTask& task, size_t first_row, size_t last_row, size_t first_k,
                     size_t last_k) {
   alignas(64) float w[kPackChunk];
@@ -184,7 +191,7 @@ uint32_t scan_block(const PackTask& task, size_t first_row, size_t last_row, siz
 }
 
 bool pack_bf16(const PackTask& task, const float* w, size_t first, size_t count, size_t column) {
-  // What would round to infinity.
+  // Refuse weights that would be rounded to infinity.
   if (max_magnitude(w, count) >= 0x7f7f8000) return false;
   alignas(64) uint16_t values[kPackChunk];
   for (size_t k = 0; k < count; ++k) {
@@ -203,8 +210,8 @@ bool pack_f32(const PackTask& task, const float* w, size_t first, size_t count, 
   return true;
 }
 
-// Rounds magnitudes to a float of `mantissa` bits whose numbers below `smallest_normal` are
-// `subnormal_steps` to 1 apart: ties to even. Adding 2^23 steps rounds the subnormal ones.
+// Rounds magnitudes to nearest even, to a float of `mantissa` bits whose numbers below
+// `smallest_normal` are `step` apart. Those are rounded by adding 2^23 steps.
 inline I32 narrow_float(F32 magnitude, int32_t mantissa, int32_t bias, float smallest_normal,
                         float step) {
   const I32 bits = as_i32(magnitude);
@@ -217,7 +224,8 @@ inline I32 narrow_float(F32 magnitude, int32_t mantissa, int32_t bias, float sma
   return select(is_less(magnitude, set_f32(smallest_normal)), subnormal, normal);
 }
 
-// Chunks are whole groups of 128 inputs; the block of 128 outputs, or the row, shares the scale.
+// Packs e4m3 codes. Chunks are whole groups of 128 inputs; all outputs of a block of 128 share a
+// scale, or each row has its own.
 bool pack_e4m3(const PackTask& task, const float* w, size_t first, size_t count, size_t column) {
   constexpr size_t kGroup = 128;
   const bool is_row = task.format.group_size == 0;
@@ -228,7 +236,8 @@ bool pack_e4m3(const PackTask& task, const float* w, size_t first, size_t count,
     uint8_t* out = groups + (first + k) / kGroup * (header + kPanelColumns * kGroup);
     float scale;
     __builtin_memcpy(&scale, is_row ? task.panel + column * sizeof scale : out, sizeof scale);
-    // Written by pack() before the columns; NaN says that the block cannot be held.
+    // The scale was written by pack() before the columns; NaN means that the block's weights do not
+    // fit.
     if (!(scale == scale)) return false;
     const F32 divisor = set_f32(scale == 0.0f ? 1.0f : scale);
     for (size_t i = 0; i < kGroup; i += kLanes) {
@@ -253,8 +262,9 @@ bool pack_e2m1(const PackTask& task, const float* w, size_t first, size_t count,
   for (size_t k = 0; k < count; k += kGroup) {
     const uint32_t amax_bits = max_magnitude(w + k, kGroup);
     if (amax_bits > bits_of(kLargestFloat)) return false;
-    // The largest weight gets a code of 4 or 6: with the exponent that makes it less than 8, or
-    // twice that where it would be off by more than any weight between 4 and 6 may be.
+    // Choose the scale, a power of two, with which the largest weight is less than 8, so that it
+    // gets the code of 4 or 6. Double the scale if that weight would be rounded to 6 with a larger
+    // error than weights between 4 and 6 can have.
     int32_t exponent = static_cast<int32_t>(amax_bits >> 23) - 2;
     if ((amax_bits & 0x7fffff) > 0x600000) ++exponent;
     exponent = exponent < 1 ? 1 : exponent;
@@ -278,7 +288,8 @@ bool pack_e2m1(const PackTask& task, const float* w, size_t first, size_t count,
   return true;
 }
 
-// One scale a row: chosen over the whole row, whatever part of it the panel holds.
+// Quantization of each row with one scale, which is chosen over the whole row, whatever part of it
+// the panel holds.
 struct RowCoders {
   IntCoder coder[kPanelColumns];
 };
@@ -301,13 +312,15 @@ void pack_row_codes(const PackTask& task, const RowCoders& rows, const float* w,
   place_int_codes(8, codes, count, column, task.panel + kPanelColumns * 2 + first * kPanelColumns);
 }
 
-// The scale that e4m3 fills a block of this largest magnitude with; NaN if it cannot be held.
+// Returns the e4m3 scale of a block by its largest magnitude, which gets the largest code; NaN if
+// it is not finite.
 float choose_e4m3_scale(uint32_t amax_bits) {
   const bool is_finite = amax_bits <= bits_of(kLargestFloat);
   return is_finite ? float_of(amax_bits) / kLargestE4m3 : __builtin_nanf("");
 }
 
-// Scales of e4m3, before the panel of rows, or into the headers of the groups of blocks.
+// Writes e4m3 scales: one per row before the panel, or those of blocks into the headers of the
+// groups.
 void write_e4m3_scales(const PackTask& task, size_t num_columns) {
   if (task.format.group_size == 0) {
     for (size_t c = 0; c < num_columns; ++c) {
@@ -363,7 +376,8 @@ int64_t pack(const PackTask& task) {
       for (size_t c = begin; c < end; ++c) {
         if (c + kPackAhead < end)
           prefetch_weights(task, task.first_row + c + kPackAhead, task.first_k + first);
-        // Beyond the part that the panel holds there is nothing, even where the row goes on.
+        // Beyond the part of the inputs that the panel holds, weights are zero, even if the row
+        // continues.
         widen_weights(task, task.first_row + c, task.first_k + first, wide, w);
         const size_t in_part = task.last_k - task.first_k - first;
         for (size_t i = in_part; i < wide; ++i) w[i] = 0.0f;

@@ -11,14 +11,15 @@
 namespace tandem {
 namespace {
 
-// Tasks of a thread at least, for balance, before several pieces are put together.
+// Least number of tasks per thread, for balance; only beyond it are several pieces joined to one
+// task.
 constexpr size_t kPackTasksPerThread = 6;
 constexpr size_t kMaxTaskPieces = 4;
-// An int32 holds the sum of this many products of codes: 2^31 / (255 * 127), in whole groups.
+// Largest number of inputs whose products an int32 can sum: 2^31 / (255 * 127), in whole groups.
 constexpr size_t kMaxIntSize = 65536;
 
 constexpr WeightFormat kStoredFormats[] = {
-    // In superblocks, by table and by codebook.
+    // Formats in superblocks, with a table, or with a codebook.
     {4, 32, true, false, 6},
     {5, 32, true, false, 6},
     {6, 16, false, false, 8},
@@ -34,7 +35,8 @@ constexpr WeightFormat kStoredFormats[] = {
     {3, 32, false, false, 4, CodeTable::kIq3S},
 };
 
-// Of a group, a superblock, or a panel with one scale a row.
+// Returns the bytes of scales and minima before the codes of a group, of a superblock, or of a
+// panel with one scale per row.
 size_t header_bytes(const WeightFormat& format) {
   if (format.is_float) return format.group_size == 0 ? kRowHeaderBytes : kFloatHeaderBytes;
   if (format.table == CodeTable::kE2m1) return kPanelColumns;
@@ -72,7 +74,8 @@ Status check_format(const WeightFormat& format) {
   const bool is_value = format.bits == 32 || format.bits == 16;
   if (is_value && g == 0 && !format.has_minimum && !is_stored) return {};
   if (is_stored || (format.has_zeros && !fits_zeros)) {
-    // None but those above.
+    // A format that is stored in files, or that has zero points, has no kernel unless it is listed
+    // above.
   } else if (format.is_float && !format.has_minimum) {
     if ((format.bits == 8 && (g == 128 || g == 0)) || (format.bits == 4 && g == 32)) return {};
   } else if (!format.is_float) {

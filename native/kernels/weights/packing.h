@@ -1,5 +1,5 @@
-// Weight formats and the sizes that follow from them. What lies where is in weight_format.h; the
-// coding itself is in pack-inl.h.
+// Checks of weight formats, the sizes that follow from them, and packing of panels. weight_format.h
+// describes the layout, pack-inl.h does the quantization.
 #pragma once
 
 #include <cstddef>
@@ -14,29 +14,31 @@
 
 namespace tandem {
 
-// Of packed weights and of scratch: a cache line.
+// Alignment of packed weights and of scratch memory: a cache line.
 inline constexpr size_t kPackedAlignment = 64;
-// Rows of one task: more are split, so that one popular expert, or a matrix of few outputs, still
-// occupies all threads.
+// Largest number of rows of one task. More rows are split, so that one popular expert, or a matrix
+// of few outputs, still occupies all threads.
 inline constexpr size_t kMaxTaskRows = 192;
 
 constexpr size_t round_up(size_t size, size_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
 
-// A row-major matrix [rows, columns], borrowed: fp32 or bf16 values; where there are scales, the
-// codes of a format, one a byte; or rows of blocks as a file has them, anywhere in memory.
+// A row-major matrix [rows, columns], borrowed. It has fp32 or bf16 values; or, if there are
+// scales, the codes of a format, one per byte; or rows of blocks as in a GGUF file, anywhere in
+// memory.
 struct MatrixView {
   const void* data = nullptr;
   bool is_bf16 = false;
   size_t rows = 0;
   size_t columns = 0;
-  // Of codes. Integer formats: fp16 [rows, groups]. e4m3: fp32, a row for 128 rows. e2m1: fp32
-  // powers of two, [rows, groups]. NVFP4: e4m3, [rows, groups], without signs.
+  // Scales of codes. For integer formats: fp16 [rows, groups]; for e4m3: fp32, one row for each 128
+  // rows; for e2m1: fp32 powers of two, [rows, groups]; for NVFP4: e4m3 [rows, groups], without
+  // signs.
   const void* scales = nullptr;
   const uint16_t* minima = nullptr;  // fp16 [rows, groups], of formats with minimum: those, or zeros.
   const float* factors = nullptr;  // fp32 [rows], of NVFP4: see weight_format.h.
-  // Of blocks; of kinds that the format holds.
+  // Rows of blocks, of kinds that the format can hold; null: the matrix has values or codes.
   const BlockRow* block_rows = nullptr;
 };
 
@@ -46,47 +48,53 @@ constexpr bool operator==(const WeightFormat& a, const WeightFormat& b) {
          a.has_zeros == b.has_zeros;
 }
 
-// Errors: kUnsupported (a combination of bits, group size and minimum without a kernel).
+// Checks that there is a kernel for a format. Errors: kUnsupported (no kernel for this combination
+// of bits, group size and minimum).
 Status check_format(const WeightFormat& format);
 
-// Errors: kShape (not whole groups, where the format wants them; too large for integer sums).
+// Checks a number of inputs. Errors: kShape (not whole groups, if the format needs them; too large
+// for integer sums).
 Status check_size(const WeightFormat& format, size_t size, const char* name);
 
-// Whether activations are int8 codes; otherwise they are bf16, or fp32 beside fp32 weights.
+// True if activations are quantized to int8 codes; otherwise they are bf16, or fp32 for fp32
+// weights.
 bool has_codes(const WeightFormat& format);
 
-// Inputs that belong together: they share a step, a scale or a dot product.
+// Returns the number of inputs that belong together, because they share a quantization step, a
+// scale or a dot product.
 size_t unit_size(const WeightFormat& format);
 
-// Inputs that a part of a matrix holds whole: a unit, or the superblock that shares fp16 numbers.
+// Returns the number of inputs that a part of a matrix cannot split: a unit, or a superblock, which
+// shares fp16 numbers.
 size_t span_size(const WeightFormat& format);
 
-// Integers of scales and minima of a superblock, each of scale_bits bits; 0 without superblocks, and where
-// they lie beside the codes.
+// Returns the number of integers for scales and minima in a superblock, each of scale_bits bits; 0
+// for formats without superblocks, and if the integers are stored among the codes.
 size_t count_levels(const WeightFormat& format);
 
-// Errors: kShape (names both sizes).
+// Checks the shape of a matrix. Errors: kShape (names both sizes).
 Status check_matrix(const MatrixView& matrix, size_t rows, size_t columns, const char* name);
 
-// Inputs in whole groups: what a panel over `size` inputs holds.
+// Returns `size` inputs rounded up to whole groups, as a panel holds them.
 size_t padded_size(const WeightFormat& format, size_t size);
 
-// Bytes of a panel's codes alone.
+// Returns the bytes of a panel's codes, without scales.
 size_t code_bytes(const WeightFormat& format, size_t num_inputs);
 
-// Bytes of a panel over `size` inputs, and of its first `num_inputs`, whole groups or superblocks,
-// without what stands before all groups.
+// panel_bytes returns the bytes of a panel over `size` inputs; group_bytes those of its first
+// `num_inputs`, whole groups or superblocks, without the header before all groups.
 size_t panel_bytes(const WeightFormat& format, size_t size);
 size_t group_bytes(const WeightFormat& format, size_t num_inputs);
 
-// Panels, or other pieces that lie side by side in memory, that one task takes where there are
-// `count`: long streams come faster from memory, but every thread should have several tasks.
+// Returns how many of `count` panels, or other pieces that are adjacent in memory, one task should
+// take: long streams come faster from memory, but every thread should have several tasks.
 size_t pieces_per_task(const ThreadPool& pool, size_t count);
 
-// Panels over `size` outputs.
+// Returns the number of panels over `size` outputs.
 constexpr size_t count_panels(size_t size) { return (size + kPanelColumns - 1) / kPanelColumns; }
 
-// A part of a matrix that becomes one panel: outputs from `first_row`, inputs [first_k, last_k).
+// The part of a matrix that becomes one panel: outputs from `first_row` on, inputs [first_k,
+// last_k).
 struct PanelSource {
   const MatrixView* matrix;
   size_t first_row;
@@ -94,15 +102,15 @@ struct PanelSource {
   size_t last_k;
 };
 
-// Lays out codes that are there already; code_layout.cc. Errors: kUnsupported (what is no code of
-// the format, a scale that is not finite); `panel` is then undefined.
+// Copies existing codes to the layout of a panel; see code_layout.cc. Errors: kUnsupported (a value
+// that is no code of the format, a scale that is not finite), which leave `panel` undefined.
 Status lay_out_panel(const WeightFormat& format, const PanelSource& source, uint8_t* panel);
 
-// The same of blocks; block_layout.cc.
+// Does the same as lay_out_panel for rows of GGUF blocks; see block_layout.cc.
 Status lay_out_blocks(const WeightFormat& format, const PanelSource& source, uint8_t* panel);
 
-// Codes one panel, or lays out its codes. Errors: kUnsupported (a weight is not finite, or beyond
-// what a scale can hold); `panel` is then undefined.
+// Packs one panel: quantizes its weights, or lays out its codes. Errors: kUnsupported (a weight
+// that is not finite, or too large for a scale), which leave `panel` undefined.
 Status pack_panel(const PackedKernels& kernels, const WeightFormat& format,
                   const PanelSource& source, uint8_t* panel);
 

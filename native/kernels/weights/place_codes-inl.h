@@ -3,7 +3,8 @@
 // where several sources are compiled as one.
 #pragma once
 
-// `count` codes, whole chunks of `bits` bits each; `to` is the first chunk of the panel.
+// Writes `count` codes of `bits` bits, whole chunks, to a column; `to` is the first chunk of the
+// panel.
 inline void place_int_codes(int32_t bits, const uint8_t* codes, size_t count, size_t column,
                             uint8_t* to) {
   constexpr size_t kWordRow = kPanelColumns * 4;
@@ -12,7 +13,8 @@ inline void place_int_codes(int32_t bits, const uint8_t* codes, size_t count, si
     __builtin_memcpy(at, &word, 4);
     at += kWordRow;
   };
-  // Field `shift` of `width` bits of 4 * fields codes, byte i for the codes 4 j + i.
+  // Takes `width` bits at `shift` from each of 4 * fields codes; byte i of the result has those of
+  // the codes 4 j + i.
   const auto gather = [](const uint8_t* c, size_t fields, int shift, int width) {
     const uint32_t mask = ((1u << width) - 1) * 0x01010101u;
     uint32_t word = 0;
@@ -50,7 +52,7 @@ inline void place_int_codes(int32_t bits, const uint8_t* codes, size_t count, si
       for (size_t j = 0; j < 4; ++j) {
         uint32_t four;
         __builtin_memcpy(&four, codes + k + 4 * j, 4);
-        // Third bits of codes 0 to 3 go to bits 0, 8, 4 and 12.
+        // The third bits of codes 0 to 3 are moved to bits 0, 8, 4 and 12.
         const uint32_t bits_of_four = (four >> 2) & 0x01010101u;
         third = static_cast<uint16_t>(third | ((bits_of_four | bits_of_four >> 12) & 0x1111u) << j);
       }

@@ -10,7 +10,8 @@
 namespace tandem {
 namespace {
 
-// Rows that one task decodes: enough that a task is no overhead, few enough for every thread.
+// Number of rows that one task decodes: enough that a task's cost does not count, few enough that
+// every thread gets some.
 constexpr size_t kDecodeRows = 16;
 
 constexpr WeightFormat kInt4Sym = {4, 32, false}, kInt4 = {4, 32, true};
@@ -42,7 +43,7 @@ constexpr BlockType kBlockTypes[] = {
     {BlockKind::kIq3S, "IQ3_S", 256, 110, 32, 128, false, {3, 32, false, false, 4, CodeTable::kIq3S}, kInt8},
 };
 
-// Twice what the codes of e2m1 stand for.
+// Twice the values of e2m1's codes.
 constexpr float kE2m1Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 float float_of_bits(uint32_t bits) {
@@ -57,12 +58,13 @@ float read_half(const uint8_t* at) {
   const uint32_t sign = uint32_t{half & 0x8000u} << 16;
   const uint32_t magnitude = half & 0x7fffu;
   if (magnitude >= 0x7c00) return float_of_bits(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-  // 2^112 brings the exponent from fp16's bias to fp32's, of subnormal numbers too.
+  // Multiplying by 2^112 moves the exponent from fp16's bias to fp32's, for subnormal numbers too.
   const float value = float_of_bits(magnitude << 13) * 0x1p112f;
   return sign == 0 ? value : -value;
 }
 
-// Of each `width` bytes the low halves, then the high ones; `count` bytes in all.
+// Splits bytes into nibbles: of each `width` bytes the low nibbles, then the high ones; `count`
+// bytes in all.
 template <size_t width>
 void split_nibbles(const uint8_t* from, size_t count, uint8_t* codes) {
   for (size_t at = 0; at < count; at += width, from += width, codes += 2 * width) {
@@ -82,7 +84,7 @@ uint16_t load_half(const uint8_t* at) {
   return half;
 }
 
-// Scales and minima of a superblock as numbers, from its integers.
+// Computes the scales and minima of a superblock from its integers and fp16 numbers.
 void multiply_levels(const BlockType& type, BlockCodes* out) {
   const size_t groups = type.weights / type.group_size;
   const float scale = read_half(reinterpret_cast<const uint8_t*>(&out->halves[0]));
@@ -100,8 +102,9 @@ void multiply_levels(const BlockType& type, BlockCodes* out) {
     out->minima[i] = -(minimum * static_cast<float>(out->levels[groups + i]));
 }
 
-// The first 16 bytes of Q4_K and Q5_K: two fp16 numbers, then 6 bits each of 8 scales and 8 minima.
-// Of the first four these are whole in a byte each, whose upper two bits belong to the last four.
+// Reads the first 16 bytes of Q4_K and Q5_K: two fp16 numbers, then 8 scales and 8 minima of 6 bits
+// each. The first four of each kind are the lower six bits of a byte; the upper two bits of these
+// bytes belong to the last four.
 void split_k_scales(const uint8_t* block, BlockCodes* out) {
   out->halves[0] = load_half(block);
   out->halves[1] = load_half(block + 2);
@@ -114,7 +117,8 @@ void split_k_scales(const uint8_t* block, BlockCodes* out) {
   }
 }
 
-// Two bits of each code: of each 32 bytes those of 32 codes, then of the next 32.
+// Splits bytes into codes of two bits: of each 32 bytes the lowest two bits are 32 codes, the next
+// two bits the next 32 codes.
 void split_pairs(const uint8_t* from, uint8_t* codes) {
   for (size_t half = 0; half < 2; ++half)
     for (size_t part = 0; part < 4; ++part)
@@ -132,7 +136,7 @@ void split_q2_k(const uint8_t* block, BlockCodes* out) {
   out->halves[1] = load_half(block + 82);
 }
 
-// The third bit says that 4 is not taken away.
+// Takes apart Q3_K. The third bit of a code means that 4 is not subtracted from it.
 void split_q3_k(const uint8_t* block, BlockCodes* out) {
   split_pairs(block + 32, out->codes);
   for (size_t i = 0; i < 256; ++i)
@@ -177,18 +181,20 @@ void split_q6_k(const uint8_t* block, BlockCodes* out) {
 void split_mxfp4(const uint8_t* block, BlockCodes* out) {
   split_nibbles<16>(block + 1, 16, out->codes);
   out->exponent = block[0];
-  // 2^(e - 128): half of what e8m0 says.
+  // The scale is 2^(e - 128), half of what e8m0 means, because the codes are those of doubled
+  // numbers.
   const uint32_t e = block[0];
   out->scales[0] = float_of_bits(e < 2 ? 0x00200000u << e : (e - 1) << 23);
 }
 
-// The package takes no notice of signs, and takes the code of no number for 0.
+// Takes apart NVFP4. Like the `gguf` package, it ignores the sign of a scale and reads the code of
+// NaN as 0.
 void split_nvfp4(const uint8_t* block, BlockCodes* out) {
   split_nibbles<8>(block + 4, 32, out->codes);
   for (size_t group = 0; group < 4; ++group) {
     const uint8_t scale = block[group] == 0x7f ? 0 : block[group] & 0x7f;
     out->levels[group] = scale;
-    // Half of it, as codes are of doubled numbers.
+    // Half of the scale, because the codes are those of doubled numbers.
     out->scales[group] = float_of_bits(uint32_t{scale} << 20) * 0x1p119f;
   }
 }
@@ -198,7 +204,8 @@ uint8_t look_up_code(const BlockType& type, uint8_t code) {
   return type.format.table == CodeTable::kE2m1 ? kE2m1Codes[code] : code;
 }
 
-// `codes` counts from 0 where the block has minima. Operations are separate: no fused multiply-add.
+// Computes the values of a block. `codes` count from 0 if the block has minima. Multiplication and
+// addition round apart: fused multiply-adds would differ from llama.cpp.
 void compute_values(const BlockType& type, const BlockCodes& block, float* out) {
   if (type.kind == BlockKind::kMxfp4) {
     for (size_t i = 0; i < type.weights; ++i)

@@ -20,7 +20,7 @@ enum class BlockKind : uint8_t {
   kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S
 };
 
-// Weights of the largest block, and its groups.
+// Numbers of weights and of groups in the largest block.
 inline constexpr size_t kMaxBlockWeights = 256;
 inline constexpr size_t kMaxBlockGroups = 16;
 
@@ -38,47 +38,52 @@ struct BlockType {
 
 const BlockType& block_type(BlockKind kind);
 
-// Errors: kUnsupported (names what there is).
+// Returns the kind of block with a name. Errors: kUnsupported (lists the known kinds).
 Result<BlockKind> find_block_kind(std::string_view name);
 
-// Whether codes of `kind` can be laid out in `format`: their own; or one that holds the plain one,
-// exactly but for scales of superblocks, whose products are rounded to fp16.
+// True if codes of `kind` can be stored in `format`: in the kind's own format, or in one that holds
+// its plain format. That is exact, except that scales of superblocks, which are products, are
+// rounded to fp16.
 bool holds_blocks(const WeightFormat& format, BlockKind kind);
 
-// A row of whole blocks, borrowed.
+// One row of a matrix as consecutive whole blocks, borrowed.
 struct BlockRow {
   const uint8_t* data;
   BlockKind kind;
 };
 
-// One block taken apart.
+// The parts of one block: codes, scales and minima.
 struct BlockCodes {
-  // By table: its indices; by codebook: 128 plus what was looked up.
+  // Codes of the weights: in kinds with a table, indices into it; in kinds with a codebook, 128
+  // plus the value found there.
   alignas(64) uint8_t codes[kMaxBlockWeights];
-  // Of superblocks: the fp16 numbers of scales and of minima; the integers that they multiply,
-  // unsigned, scales before minima. Of NVFP4: scales in e4m3, without signs.
+  // For superblocks: the fp16 numbers of scales and of minima, and the integers that are multiplied
+  // with them, unsigned, scales before minima. For NVFP4: `levels` has the scales in e4m3, without
+  // signs.
   uint16_t halves[2];
   uint8_t levels[2 * kMaxBlockGroups];
-  // Of each group. MXFP4: half of the scale, as its codes are of doubled numbers; and e8m0.
+  // Scale and minimum of each group. For MXFP4: half of the scale, because its codes are those of
+  // doubled numbers; `exponent` is the e8m0 scale itself.
   float scales[kMaxBlockGroups];
   float minima[kMaxBlockGroups];
   uint8_t exponent;
 };
 
-// What codes by table stand for, plus BlockType::offset.
+// Values of the codes of kinds with a table, plus BlockType::offset.
 extern const uint8_t kIq4Codes[16];
 extern const uint8_t kE2m1Codes[16];
 
-// Rounds to nearest even; NaN stays NaN.
+// Rounds a float to bf16, to nearest even; NaN stays NaN.
 uint16_t narrow_to_bf16(float value);
 
-// Takes a block apart. Of superblocks split_codes leaves `scales` and `minima` as they are.
+// split_block takes a block apart; split_codes does the same, but for superblocks leaves `scales`
+// and `minima` unset.
 void split_block(BlockKind kind, const uint8_t* block, BlockCodes* out);
 void split_codes(BlockKind kind, const uint8_t* block, BlockCodes* out);
 
-// Writes the values of rows, all of `columns` weights, one after the other: float32 operations as
-// llama.cpp does them, rounded once where `is_bf16`. Without a pool in the calling thread.
-// REQUIRES: columns in whole blocks of each row's kind.
+// Writes the dequantized values of rows of `columns` weights each, one after the other, by float32
+// operations as in llama.cpp, rounded once to bf16 if `is_bf16`. Runs on the calling thread without
+// a pool. REQUIRES: `columns` is whole blocks of each row's kind.
 Status decode_blocks(ThreadPool* pool, const BlockRow* rows, size_t num_rows, size_t columns,
                      void* out, bool is_bf16);
 

@@ -1,7 +1,7 @@
 // A square of words, turned in registers. Included inside the variant's anonymous namespace, after
 // TANDEM_VEC_HEADER and unroll-inl.h.
 
-// Lists of lane numbers, as shuffles take them.
+// Lists of lane numbers, in the form that the compiler's shuffles take.
 template <size_t... kIndex>
 struct Indices {};
 template <size_t kCount, size_t... kIndex>
@@ -12,7 +12,8 @@ struct MakeIndices<0, kIndex...> {
 };
 typedef MakeIndices<kLanes>::Type Lanes;
 
-// Within every 128 bits: the low (kHigh 0) or high halves of a and b, by items of kSize lanes.
+// Interleaves, within each 128 bits, the low (kHigh 0) or high halves of a and b, by items of kSize
+// lanes.
 template <size_t kSize, size_t kHigh, size_t... kIndex>
 TANDEM_INLINE inline I32 unpack(I32 a, I32 b, Indices<kIndex...>) {
   return __builtin_shufflevector(
@@ -20,7 +21,7 @@ TANDEM_INLINE inline I32 unpack(I32 a, I32 b, Indices<kIndex...>) {
       (kIndex / 4 * 4 + kHigh * 2 + (kSize == 1 ? kIndex % 4 / 2 : kIndex % 2) +
        (kSize == 1 ? kIndex % 2 : kIndex % 4 / 2) * kLanes)...);
 }
-// The even (kOdd 0) or odd 128 bits of a, then of b.
+// Returns the even (kOdd 0) or odd 128-bit parts of a, then those of b.
 template <size_t kOdd, size_t... kIndex>
 TANDEM_INLINE inline I32 pick_quarters(I32 a, I32 b, Indices<kIndex...>) {
   constexpr size_t kHalf = kLanes / 2;
@@ -29,7 +30,8 @@ TANDEM_INLINE inline I32 pick_quarters(I32 a, I32 b, Indices<kIndex...>) {
       (kIndex / kHalf * kLanes + (kIndex % kHalf / 4 * 2 + kOdd) * 4 % kLanes + kIndex % 4)...);
 }
 
-// Square of kLanes x kLanes, by instructions that need no register beside their operands.
+// Transposes a square of kLanes x kLanes words, with instructions that need no registers beside
+// their operands.
 TANDEM_INLINE inline void transpose(I32 (&m)[kLanes]) {
   constexpr int kGroups = kLanes / 4;
   // c[k][group]: columns 4 * quarter + k of the group's four rows, a column in each 128 bits.

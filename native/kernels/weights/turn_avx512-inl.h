@@ -1,11 +1,14 @@
 // Turning panels in registers, where there are AVX-512 and its bf16: the weights of two outputs are
 // an item of 64 bits, and squares of 8 x 8 such items are transposed. Included by backward-inl.h.
 
-// Of two words of two values: first values, then second ones.
+// Byte order that, within two words of two values each, puts the first values before the second
+// ones.
 constexpr uint8_t kByHalves[16] = {0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15};
-// Of two words of four bytes: first bytes, then second ones, and so on.
+// Byte order that, within two words of four bytes each, puts the first bytes first, then the second
+// ones, and so on.
 constexpr uint8_t kByBytes[16] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15};
-// The same from e4m3's order, where 128 bits hold k = 0, 1 of four outputs, then k = 2, 3.
+// Byte order that does the same as kByBytes for e4m3's layout, where 128 bits hold k = 0, 1 of four
+// outputs, then k = 2, 3.
 constexpr uint8_t kFromE4m3[16] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};
 
 TANDEM_INLINE inline I32 order_bytes(I32 v, const uint8_t (&order)[16]) {
@@ -13,7 +16,7 @@ TANDEM_INLINE inline I32 order_bytes(I32 v, const uint8_t (&order)[16]) {
   return (I32)_mm512_shuffle_epi8(raw(v), _mm512_broadcast_i32x4(bytes));
 }
 
-// Item i of vector j goes to item j of vector i.
+// Transposes a square of 8 x 8 items of 64 bits: item i of vector j becomes item j of vector i.
 TANDEM_INLINE inline void transpose_items(I32 (&m)[8]) {
   I32 half[2][4];
   unroll<4>([&](auto i) TANDEM_INLINE {
@@ -33,7 +36,7 @@ TANDEM_INLINE inline void transpose_items(I32 (&m)[8]) {
   });
 }
 
-// Loads eight steps of a panel's words; fetches those that lie `next` bytes behind.
+// Loads eight steps of a panel's words, and prefetches those that are `next` bytes further.
 TANDEM_INLINE inline void load_steps(const uint8_t* p, size_t next, I32 (&m)[8],
                                      const uint8_t (&order)[16]) {
   unroll<8>([&](auto i) TANDEM_INLINE {
@@ -42,7 +45,7 @@ TANDEM_INLINE inline void load_steps(const uint8_t* p, size_t next, I32 (&m)[8],
   });
 }
 
-// Inputs [first_k, first_k + 32) of a bf16 panel.
+// Turns inputs [first_k, first_k + 32) of a bf16 panel.
 void turn_bf16(const uint8_t* panel, size_t next, size_t first_k, uint8_t* out) {
   for (size_t k = 0; k < kTileInputs; k += 16)
     for (size_t c = 0; c < kPanelColumns; c += kLanes) {
@@ -61,7 +64,8 @@ TANDEM_INLINE inline F32 load_pair(const float* p) {
   return _mm512_castsi512_ps(_mm512_set1_epi64(pair));
 }
 
-// Sixteen e4m3 codes times 2^-8; the conversion from fp16 normalises subnormal ones.
+// Loads sixteen e4m3 codes as floats, times 2^-8; the conversion from fp16 normalises subnormal
+// ones.
 TANDEM_INLINE inline F32 load_e4m3(const uint8_t* p) {
   const __m256i codes =
       _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -70,13 +74,13 @@ TANDEM_INLINE inline F32 load_e4m3(const uint8_t* p) {
       _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 1), fields));
 }
 
-// Scales and minima of a panel's outputs for sixteen inputs.
+// Scales and minima of all outputs of a panel, for sixteen of its inputs.
 struct PanelScales {
   alignas(64) float scale[kPanelColumns];
   alignas(64) float minimum[kPanelColumns];
 };
 
-// Codes of 32 inputs of two outputs, in turn, as words of two bf16.
+// Widens the codes of 32 inputs of two outputs to words of two bf16, the outputs in turn.
 template <bool kIsE4m3>
 TANDEM_INLINE inline void widen_codes(I32 codes, size_t column, F32 offset,
                                       const PanelScales (&scales)[2], uint8_t* out) {
@@ -97,7 +101,7 @@ TANDEM_INLINE inline void widen_codes(I32 codes, size_t column, F32 offset,
   }
 }
 
-// Inputs [first_k, first_k + 32) of a panel of int8, int4 or e4m3 codes.
+// Turns inputs [first_k, first_k + 32) of a panel of int8, int4 or e4m3 codes.
 template <int kBits, bool kIsE4m3>
 void turn_codes(const WeightFormat& format, const uint8_t* panel, size_t next, size_t first_k,
                 uint8_t* out) {
@@ -151,7 +155,7 @@ void turn_codes(const WeightFormat& format, const uint8_t* panel, size_t next, s
   }
 }
 
-// Whether these inputs were turned here.
+// Turns a range of inputs in registers; returns false if the format cannot be turned here.
 bool turn_in_registers(const WeightFormat& format, const uint8_t* panel, size_t next,
                        size_t first_k, size_t num_k, uint8_t* out) {
   const bool is_nibbles = format.bits == 4 && !format.is_float && format.table == CodeTable::kNone &&

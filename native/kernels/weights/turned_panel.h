@@ -10,7 +10,8 @@
 
 namespace tandem {
 
-// What gradients are rounded to, and turned panels consist of: fp32 beside fp32 weights, else bf16.
+// Returns the format to which gradients are rounded, and in which turned (transposed) panels are:
+// fp32 for fp32 weights, else bf16.
 constexpr WeightFormat gradient_format(const WeightFormat& format) {
   return {format.bits == 32 ? 32 : 16, 0, false, true};
 }
@@ -40,7 +41,8 @@ struct TurnedProduct {
   bool is_added = false;   // To what is there.
 };
 
-// Takes kTurnedOutputs at a time, in ascending order, so the sums do not depend on the rows.
+// Multiplies gradients with a turned matrix. Outputs are turned kTurnedOutputs at a time, in
+// ascending order, so that the sums do not depend on the rows.
 void multiply_turned(const PackedKernels& kernels, const TurnedProduct& product);
 
 }  // namespace tandem

@@ -60,29 +60,31 @@ namespace tandem {
 
 inline constexpr size_t kPanelColumns = 64;
 inline constexpr int kMaxGroupSize = 128;
-// Activations that share a step where weights share one scale a row.
+// Number of activations that share a quantization step if all weights of a row share one scale.
 inline constexpr int kRowGroupSize = 128;
 // Bytes of scales before each group of e4m3 and of e2m1 codes.
 inline constexpr size_t kFloatHeaderBytes = 64;
-// Weights of an output that share fp16 numbers where the scales of groups are integers.
+// Weights of an output (a superblock) that share fp16 numbers, if the scales of groups are
+// integers.
 inline constexpr size_t kSuperblockSize = 256;
 // Bytes of scales before a panel of e4m3 with one scale a row.
 inline constexpr size_t kRowHeaderBytes = kPanelColumns * 4;
-// The value of the code 0 of NVFP4, whose codes are looked up as twice the number plus this.
+// Code that stands for 0 in NVFP4, whose table has twice the numbers plus this.
 inline constexpr int kE2m1Centre = 12;
 
-// The table that codes are looked up in, named by its type of GGUF; from kIq2Xxs on codebooks. kE2m1:
-// of NVFP4.
+// Table in which codes are looked up, by the name of its GGUF type; kE2m1 is NVFP4's. From kIq2Xxs
+// on they are codebooks.
 enum class CodeTable : uint8_t { kNone, kIq4Nl, kE2m1, kIq2Xxs, kIq2Xs, kIq2S, kIq3Xxs, kIq3S };
 
-// No member functions: sources compiled for a wide ISA share this header with all others.
+// A weight format. It has no member functions, because sources compiled for a wide ISA share this
+// header with all others.
 struct WeightFormat {
   int32_t bits;        // 32 (fp32), 16 (bf16), 8, or 2 to 6.
   int32_t group_size;  // Weights that share a scale; 0 for values, and for one scale a row.
   bool has_minimum;
   bool is_float = false;  // 8 bits: e4m3; 4 bits: e2m1. Values are floats either way.
   int32_t scale_bits = 0;  // Of integers in superblocks, 4, 6 or 8; 0: each group has fp16 numbers.
-  // kIq4Nl and kE2m1: 4 bits; codebooks: 2 or 3, rounded down.
+  // Code table. `bits` is 4 for kIq4Nl and kE2m1; for codebooks it is 2 or 3, rounded down.
   CodeTable table = CodeTable::kNone;
   bool has_zeros = false;  // With minimum: it is -(scale * zero), the zero an integer of 4 bits.
 };

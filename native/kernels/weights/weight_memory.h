@@ -1,4 +1,4 @@
-// Memory that holds packed weights and belongs to somebody else, such as a mapped file.
+// Memory with packed weights that somebody else owns, such as a mapped file.
 #pragma once
 
 #include <cstddef>

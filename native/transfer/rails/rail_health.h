@@ -1,4 +1,5 @@
-// Whether a rail may carry slices: healthy, paused, closed or terminated.
+// The state of a rail (one connection to a peer over one pair of addresses), which decides if it
+// may carry slices: healthy, paused, closed or terminated.
 //
 //   healthy --errors, slow slices--> paused --cool-down over, probe slice ended well--> healthy
 //   healthy, paused --connection lost--> closed --reconnected--> paused, probe due at once

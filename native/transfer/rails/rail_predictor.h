@@ -31,7 +31,8 @@ class RailPredictor {
 
   // Returns the seconds until a slice that is given now would end.
   double predict_s(uint64_t slice_bytes) const { return predict_s(slice_bytes, options_.penalty); }
-  // The same with the penalty of the memory that the slice lies in.
+  // Returns the same prediction with the penalty of the memory that holds the slice, instead of the
+  // rail's own.
   double predict_s(uint64_t slice_bytes, double penalty) const;
   // Bytes that wait or move, and the rail's load if a slice is given now, in nominal seconds.
   uint64_t in_flight_bytes() const { return in_flight_; }

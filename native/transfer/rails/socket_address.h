@@ -31,7 +31,8 @@ struct SocketAddress {
 // Parses an address and resolves its host name (may ask DNS, blocks). Errors: kConfig (malformed),
 // kNotFound (no such host).
 Result<SocketAddress> parse_address(const std::string& text);
-// "host:port", or "host:first-last" for listening on the first port that is free.
+// Address and ports to listen on, from the text "host:port", or "host:first-last" for the first
+// free port of a range.
 struct PortRange {
   SocketAddress address;  // With the first port.
   uint16_t last_port = 0;

@@ -23,7 +23,7 @@ uint8_t available_tags();
 // Returns the fastest of several kinds; kNone for an empty set.
 TagKind best_tag(uint8_t kinds);
 
-// When a process asks for tags. A connection has tags if at least one of its ends asks.
+// Policy by which a process asks for tags. A connection has tags if at least one of its ends asks.
 enum class TagPolicy : uint8_t {
   kAuto,    // Unless both ends are one host, by the addresses of the connection.
   kAlways,

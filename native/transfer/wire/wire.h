@@ -231,7 +231,7 @@ struct Grant {
   uint64_t address = 0;
   uint64_t cookie_address = 0;
   std::string cookie;  // 16 bytes that stand at cookie_address.
-  // Of memory that can be mapped; fd < 0 if it cannot.
+  // Descriptor in the peer's process of memory that can be mapped; negative if it cannot be mapped.
   int32_t fd = -1;
   uint64_t device = 0;
   uint64_t inode = 0;

@@ -67,7 +67,9 @@ SIZES = (4096, 65_536, 2**20, 2**24, 2**26, 2**28)
 QUICK_SIZES = (4096, 2**20, 2**24)
 BATCHES = (1, 256)
 MAX_PREPARED = 64
-"""Most batches prepared for a walk: together they exceed every cache."""
+"""Largest number of batches that are prepared for a walk through memory, each at another address:
+together they exceed every cache.
+"""
 MEASURE_S = 0.02
 """Shortest measurement in seconds: short batches are repeated until it has passed."""
 KV_LAYERS, KV_BLOCKS, KV_PARTS = 61, 32, (128 * 1024, 16 * 1024)

@@ -342,8 +342,9 @@ class Conductor:
         for chain in question.chains:
             self._expected.note(bits, chain.keys)
             if depth:
-                # Start one block earlier, since the last message may end in the block before the
-                # prompt's last block.
+                # Begin one block earlier than the depth asks for: the prompt's last message, at
+                # whose end window KV and states are kept, may end in the block before the prompt's
+                # last block.
                 self._expected_group.note(bits, chain.keys[-depth - 1 :])
         if not isinstance(route, Pair) or route.prefill is not None:
             self.policy.note_placed(question, known[0])

@@ -129,7 +129,8 @@ class Fleet:
         self.is_draining = np.pad(self.is_draining, more)
         self.role = np.pad(self.role, more)
         self.identity = np.pad(self.identity, more)
-        # Fortran order makes the readers of one instance contiguous: decisions read them together.
+        # In Fortran order the readers of one instance (the instances that read KV blocks from it)
+        # are contiguous in memory: decisions read them together.
         self.reads = np.asfortranarray(np.pad(self.reads, more))
         self.num_readers = np.pad(self.num_readers, more)
         self.facts = np.pad(self.facts, ((0, 0), more), constant_values=1)

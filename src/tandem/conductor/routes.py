@@ -13,7 +13,7 @@ class InstanceRef:
     incarnation: int
     """Number of the run; each restart of the instance has a new one."""
     identity: str = field(default="", compare=False)
-    """``InstanceInfo.kv_identity`` of this run; empty while it does not serve."""
+    """``InstanceInfo.kv_identity`` of this run; empty while the instance does not serve."""
 
 
 @dataclass(frozen=True, slots=True)

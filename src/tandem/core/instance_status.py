@@ -381,8 +381,9 @@ class Statistics(msgspec.Struct, kw_only=True):
             by="state",
         ),
     ] = {}
-    """Number of instances by state of their connection to the store. While it is not ``connected``,
-    they try again; empty without a store."""
+    """Number of instances by the state of their connection to the store; those that are not
+    ``connected`` try again. Empty without a store.
+    """
     peer_read_blocks: Annotated[
         int,
         _counter("kv_peer_read_blocks_total", "blocks", "KV blocks taken from prefill instances."),
@@ -493,12 +494,12 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Process id; None while no process runs."""
     num_restarts: int = 0
     capacity_bytes: int = 0
-    """Size of its memory in bytes; 0 before its first report."""
+    """Size of the store's memory in bytes; 0 before its first report."""
     used_bytes: int = 0
     num_objects: int = 0
     """Number of objects in memory and on disk, each counted once."""
     disk_capacity_bytes: int = 0
-    """Bytes that its SSD tier may use; 0: it has none."""
+    """Bytes that the store's SSD tier may use; 0: the store has none."""
     disk_used_bytes: int = 0
 
 
@@ -515,7 +516,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
     decode_token_s: float
     """Seconds for each KV token that decodes read."""
     num_steps: int
-    """Number of steps that they were learned from; 0: they are assumed."""
+    """Number of steps from which the costs were learned; 0: the costs are assumed."""
 
 
 class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -529,11 +530,11 @@ class InstanceStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Process id; None while no process runs."""
     num_restarts: int = 0
     step_error: float = 0.0
-    """Mean relative error of the predicted durations of its steps."""
+    """Mean relative error of the predicted durations of the instance's steps."""
     step_costs: StepCosts | None = None
     """Costs by which durations are predicted; None: they are not predicted."""
     is_draining: bool = False
-    """True if it gets no new requests."""
+    """True if the instance gets no new requests."""
     sources: list[str] = []
     """Names of the prefill instances whose blocks it can read."""
     refusals: dict[str, str] = {}

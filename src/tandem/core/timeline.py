@@ -100,7 +100,7 @@ class KvLoadRecord(msgspec.Struct, kw_only=True):
     """``store``, or name of the prefill instance."""
     begin_s: float
     end_s: float | None = None
-    """Time of its end; None while it is in progress."""
+    """Time at which the load ended; None while it is in progress."""
     asked_blocks: int
     loaded_blocks: int = 0
     loaded_bytes: int = 0
@@ -130,8 +130,9 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     instance: str = ""
     role: str = "unified"
     sent_s: float = 0.0
-    """Time at which the server sent it to this instance, from when the server accepted the
-    generation; the other times count from its arrival at the instance."""
+    """Time at which the server sent the request to this instance, counted from when the server
+    accepted the generation; all other times count from the request's arrival at the instance.
+    """
     considered: list[ConsideredInstance] = []
     """Instances compared for the prompt: the chosen one, then the others by predicted time. Only in
     the first entry of a generation."""
@@ -151,8 +152,9 @@ class InstanceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """Time at which the first step began that computed some of it, which ended its wait in the
     queue."""
     deferred_steps: int = 0
-    """Number of steps for which it waited because another request was computing a prefix that both
-    share."""
+    """Number of steps for which the request waited because another request was computing a prefix
+    that both share.
+    """
     loads: list[KvLoadRecord] = []
     device_tokens: int = 0
     """Number of prompt tokens reused from the device's blocks."""
@@ -181,7 +183,7 @@ class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     submitted_s: float
-    """Time at which it was sent to an instance."""
+    """Time at which the generation was sent to an instance."""
     first_token_s: float | None = None
     end_s: float | None = None
     finish_reason: str | None = None
@@ -206,7 +208,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     or at its end.
     """
     tokenized_s: float
-    """Time at which its prompts had been converted to token ids."""
+    """Time at which the request's prompts had been converted to token ids."""
     is_ended: bool
     choices: list[ChoiceTimeline]
 

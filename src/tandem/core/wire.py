@@ -58,7 +58,9 @@ connect."""
 
 
 GROWTH_BLOCKS = 2
-"""Number of KV blocks beyond its known tokens that a decoding request is counted to need."""
+"""Number of KV blocks, beyond those of its known tokens, that a decoding request is assumed to
+need.
+"""
 MIN_REPETITION_PENALTY = 1e-6
 """Smallest repetition penalty. Logits are divided by it in float32, where much smaller values are 0
 or give infinities."""
@@ -457,7 +459,7 @@ class KvPeer(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     """Addresses of its transfer engine, ``host:port``."""
     epoch: int
-    """Number of its transfer engine's run; it differs after a restart."""
+    """Number of the run of the instance's transfer engine; it differs after a restart."""
     identity: KvIdentity
     """KV identity of the whole model."""
     layout: KVLayout

@@ -41,7 +41,7 @@ class LoadedAdapter:
     """Digest of the adapter's files, as ``AdapterFiles.digest``."""
     slot: int
     rank: int
-    """Largest rank of its modules."""
+    """Largest LoRA rank of the adapter's modules."""
     num_modules: int
     size_bytes: int
 

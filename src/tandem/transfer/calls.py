@@ -101,7 +101,8 @@ def start_serving(core: TransferCore, handler: CallHandler) -> threading.Thread:
 def _serve(core: TransferCore, handler: CallHandler) -> None:
     while (taken := core.wait_calls()) is not None:
         answers = _handle(handler, [Call(core_call) for core_call in taken])
-        # Delete the calls now, so that those the handler dropped are refused before the next wait.
+        # Drop the references to the calls now: a call that the handler neither answered nor kept is
+        # refused when it is freed, and this should not wait until the next calls arrive.
         del taken
         answer_calls(answers)
         del answers

@@ -119,7 +119,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             ) from error
 
     def _is_on(self, nic: Nic, node: int) -> bool:
-        # A NIC of unknown node is near only if the host has a single node.
+        # A NIC whose NUMA node is unknown counts as near only if the host has a single NUMA node.
         if nic.numa_node is None:
             return len(self.numa_nodes) == 1
         return nic.numa_node == node

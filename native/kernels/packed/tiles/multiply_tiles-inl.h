@@ -7,24 +7,26 @@
 
 constexpr size_t kTileRows = 16;
 constexpr size_t kMaxStepBytes = 64;
-// Up to here the weights come from memory, and vectors multiply as fast as they come.
+// Largest number of rows for which vectors are used instead of tiles: the weights come from memory,
+// and vectors multiply as fast as they arrive.
 constexpr size_t kMaxVectorRows = 4;
 
 struct TileScratch {
   alignas(64) uint8_t rows[kTileRows * kMaxStepBytes];
-  // A group of weights, widened: 128 inputs of 64 columns in bf16.
+  // The weights of a group, widened: 128 inputs of 64 columns in bf16.
   alignas(64) uint8_t weights[kMaxGroupSize * kPanelColumns * 2];
   alignas(64) int32_t sums[kTileRows][kPanelColumns];
 };
 
-// `count` rows of an operand from `first_row` on.
+// A range of an operand's rows: `count` rows from `first_row` on.
 struct TileRows {
   const Tile* tile;
   size_t first_row;
   size_t count;
 };
 
-// Bytes [offset, offset + size) of the rows; gathered where they do not lie at equal distances.
+// Returns the bytes [offset, offset + size) of the rows; they are copied together if the rows are
+// not at equal distances in memory.
 inline const uint8_t* find_rows(const TileRows& rows, size_t offset, size_t size,
                                 TileScratch& scratch, size_t* stride) {
   const Operand& a = *rows.tile->a;
@@ -57,7 +59,8 @@ inline void clear_out(const TileRows& rows) {
     for (size_t c = 0; c < kPanelColumns; c += kLanes) store_f32(find_out(rows, i) + c, zero_f32());
 }
 
-// The scales and minima of a group of 8 bits, whose codes are read as they lie; returns those.
+// Reads the scales and minima of a group of 8-bit codes; returns the codes, which tiles read in
+// place.
 inline const uint8_t* enter_int8(const Tile& tile, size_t group, size_t group_size, Unpacked& out) {
   const bool is_row = tile.format.group_size == 0;
   const size_t header = is_row ? 0 : (tile.format.has_minimum ? 2 : 1) * kScaleBytes;
@@ -72,7 +75,8 @@ inline const uint8_t* enter_int8(const Tile& tile, size_t group, size_t group_si
   return p + header;
 }
 
-// Integer formats; those of less than 8 bits unpacked some inputs at a time, once for 16 rows.
+// Multiplies integer formats; codes of less than 8 bits are unpacked, some inputs at a time, once
+// for 16 rows.
 void tiles_int(const TileRows& rows) {
   const Tile& tile = *rows.tile;
   const Operand& operand = *tile.a;
@@ -117,7 +121,7 @@ void tiles_int(const TileRows& rows) {
           store_f32(out + c, add_group<true>(sum, products, load_f32(scales + c),
                                              load_f32(minima + c), operand, id));
         } else {
-          // The scale of a row comes last, as with vectors.
+          // With one scale per row the scale is applied at the end, as with vectors.
           const F32 scale = is_row ? set_f32(1.0f) : load_f32(scales + c);
           store_f32(out + c, add_group<false>(sum, products + set_i32(operand.corrections[id]),
                                               scale, zero_f32(), operand, id));
@@ -131,7 +135,8 @@ void tiles_int(const TileRows& rows) {
     for (size_t i = 0; i < rows.count; ++i) apply_factors(find_out(rows, i), tile.panel);
 }
 
-// Adds inputs [first, last) of the rows, in steps of `step` values of bf16, to the tiles.
+// Adds the products of inputs [first, last) of the rows to the tiles, in steps of `step` bf16
+// values.
 inline void add_bf16_steps(Tiles& tiles, const TileRows& rows, size_t first, size_t last, size_t step,
                            const uint8_t* values, TileScratch& scratch) {
   for (size_t k = first; k < last; k += step, values += step / 2 * kStepBytes) {
@@ -144,7 +149,7 @@ inline void add_bf16_steps(Tiles& tiles, const TileRows& rows, size_t first, siz
   }
 }
 
-// out += scale * sums
+// Adds scale * sums of the tiles to the output.
 template <class Scale>
 inline void add_sums(const TileRows& rows, const TileScratch& scratch, const Scale& scale) {
   for (size_t i = 0; i < rows.count; ++i) {

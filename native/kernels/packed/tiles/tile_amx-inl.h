@@ -1,8 +1,8 @@
 // The tile registers of AMX; meanings in tile_emulated-inl.h. The kernel has granted their use to the
 // process before this variant is chosen (base/machine/cpu_features.cc). Tile 4 is A, tile 5 is B.
 
-// GCC does not see what the tile instructions read from memory: everything written before must be
-// there.
+// Makes the compiler finish all earlier writes to memory: GCC does not know that tile instructions
+// read memory.
 inline void finish_writes() { __asm__ volatile("" ::: "memory"); }
 
 class Tiles {
@@ -27,7 +27,7 @@ class Tiles {
     finish_writes();
     _tile_loadconfig(&config);
   }
-  // Idle tiles would be saved at every switch of threads.
+  // Release the tiles: the system would otherwise save idle tiles at every thread switch.
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
@@ -66,7 +66,7 @@ class Tiles {
   }
 
  private:
-  // A once for all four tiles of sums, B for each.
+  // A is loaded once for all four tiles of sums, B for each of them.
   template <int kTile>
   void load_operands(const uint8_t* a, size_t a_stride, const uint8_t* b, size_t b_stride) {
     if constexpr (kTile == 0) {

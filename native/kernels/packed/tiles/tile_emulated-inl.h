@@ -8,13 +8,14 @@
 
 class Tiles {
  public:
-  // For products of `rows` rows, at most 16, by steps of `step_bytes`, at most 64, of each row.
+  // Prepares products of `rows` rows, at most 16, in steps of `step_bytes` bytes of each row, at
+  // most 64.
   Tiles(size_t rows, size_t step_bytes) : rows_(rows), step_bytes_(step_bytes) {}
 
   void clear() { __builtin_memset(sums_, 0, sizeof sums_); }
 
-  // Adds rows of A times B to the sums of tile kTile. Unsigned B, signed A.
-  // REQUIRES: tiles in ascending order from 0, with the same A.
+  // Adds A times B to the sums in tile kTile; A is signed, B unsigned. REQUIRES: tiles in ascending
+  // order from 0, with the same A.
   template <int kTile>
   void add_int8(const uint8_t* a, size_t a_stride, const uint8_t* b, size_t b_stride) {
     for (size_t row = 0; row < rows_; ++row) {
@@ -28,8 +29,8 @@ class Tiles {
     }
   }
 
-  // The same for pairs of bf16: even and odd products are summed apart, from zero, then together,
-  // then to what the tile holds.
+  // Adds products of pairs of bf16 in the order of the instruction: the even products are summed
+  // from zero, and the odd ones apart; both sums are added, and then added to the tile.
   template <int kTile>
   void add_bf16(const uint8_t* a, size_t a_stride, const uint8_t* b, size_t b_stride) {
     for (size_t row = 0; row < rows_; ++row) {
@@ -46,7 +47,7 @@ class Tiles {
     }
   }
 
-  // 16 columns of 32-bit sums.
+  // Sums of one tile: 16 columns of 32 bits for each row.
   template <int kTile>
   void store(void* out, size_t stride) const {
     for (size_t row = 0; row < rows_; ++row)

@@ -17,19 +17,21 @@ T read_as(const uint8_t* at) {
   return value;
 }
 
-// Eight weights: what was looked up, four a word, and a sign of each.
+// Eight weights: magnitudes from the codebook, four in a word, and one sign bit for each.
 struct Eight {
   uint32_t words[2];
   uint32_t signs;
 };
 
-// Seven bits of signs; the eighth makes their number even.
+// Returns eight sign bits: seven are stored, and the eighth makes the number of negative signs
+// even.
 uint32_t complete_signs(uint32_t seven) {
   const uint32_t folded = seven ^ seven >> 4;
   return seven | (0x6996u >> (folded & 15) & 1) << 7;
 }
 
-// The word beside 32 weights of IQ2_XXS and IQ3_XXS: four times seven signs, and the level.
+// Loads the word that IQ2_XXS and IQ3_XXS store for each 32 weights: four times seven signs, and
+// the integer of the group's scale.
 uint32_t load_aside(BlockKind kind, const uint8_t* block, size_t group) {
   return read_as<uint32_t>(kind == BlockKind::kIq2Xxs ? block + 2 + 8 * group + 4
                                                    : block + 66 + 4 * group);
@@ -101,7 +103,7 @@ void split_codebook_block(BlockKind kind, const uint8_t* block, BlockCodes* out)
     const Eight eight = read_eight(kind, block, i);
     for (size_t k = 0; k < 8; ++k) {
       const auto code = static_cast<uint8_t>(eight.words[k / 4] >> (8 * (k % 4)));
-      // 128 - m is the opposite of 128 + m in eight bits.
+      // Negate the byte: 128 - m is the opposite of 128 + m in eight bits.
       out->codes[8 * i + k] = static_cast<uint8_t>(eight.signs >> k & 1 ? -code : code);
     }
   }
@@ -126,7 +128,7 @@ void place_codebook_block(BlockKind kind, const uint8_t* block, size_t column, u
       for (size_t i = 0; i < 16; ++i, to += 4 * kPanelColumns + kPanelColumns / 2) {
         put(0, block + 2 + 2 * i, 2);
         put(2 * kPanelColumns, block + 34 + 2 * i, 2);
-        // Two columns share a byte: four upper bits of each.
+        // Two columns share a byte, with four upper bits for each.
         const auto high = static_cast<uint8_t>(block[66 + i / 2] >> (4 * (i % 2)) & 15);
         uint8_t& shared = to[4 * kPanelColumns + column % (kPanelColumns / 2)];
         if (column < kPanelColumns / 2)

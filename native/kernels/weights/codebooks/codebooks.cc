@@ -230,7 +230,7 @@ constexpr uint16_t kIq3SEntries[512] = {
     0xf0b, 0xf10, 0xf28, 0xf52, 0xf62, 0xf82, 0xf99, 0xfc0,
 };
 
-// Values of the fields of an entry, plus 128.
+// Magnitudes for the values of an entry's fields, plus 128.
 constexpr uint8_t kIq2Values[4] = {128 + 8, 128 + 25, 128 + 43, 0};
 constexpr uint8_t kIq3XxsValues[8] = {128 + 4,  128 + 12, 128 + 20, 128 + 28,
                                       128 + 36, 128 + 44, 128 + 52, 128 + 62};
@@ -242,7 +242,7 @@ struct Words {
   uint32_t words[kSize];
 };
 
-// Four values a word, `kWords` words an entry.
+// Expands packed entries to words of four magnitudes, `kWords` words for each entry.
 template <size_t kWords, size_t kEntries, size_t kValues>
 constexpr Words<kWords * kEntries> expand(const uint16_t (&entries)[kEntries],
                                           const uint8_t (&values)[kValues]) {

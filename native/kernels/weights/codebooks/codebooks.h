@@ -6,7 +6,8 @@
 
 namespace tandem {
 
-// Magnitudes plus 128, four a word, the first in the low byte: two words an entry of IQ2, one of IQ3.
+// The codebooks: magnitudes plus 128, four in a word, the first in the low byte. An entry of IQ2
+// has two words, an entry of IQ3 one.
 extern const uint32_t* const kIq2XxsBook;  // 256 entries
 extern const uint32_t* const kIq2XsBook;   // 512
 extern const uint32_t* const kIq2SBook;    // 1024

@@ -40,7 +40,7 @@ BENCHES = {
     "store-disk": "tandem.bench.store_disk",
     "transfer": "tandem.bench.transfer",
 }
-"""Module of each benchmark by name; it has a function ``make_cases(quick=...)``."""
+"""Module of each benchmark by name; each module has a function ``make_cases(quick=...)``."""
 WITH_PEERS = ("load", "model", "moe", "store", "transfer")
 """Benchmarks whose ``make_cases`` also takes ``with_peers=...``."""
 WITH_TRACE = ("conductor",)

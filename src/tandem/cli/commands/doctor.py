@@ -127,9 +127,9 @@ class OptionalPart(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     is_available: bool
     detail: str
-    """Version or description if it is usable; otherwise the reason why not."""
+    """Version or description of the part if it is usable; otherwise the reason why not."""
     gives: str
-    """Feature that it adds."""
+    """Feature that this package, device or service adds to Tandem."""
 
 
 class DoctorReport(msgspec.Struct, frozen=True, kw_only=True):

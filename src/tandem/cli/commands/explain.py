@@ -93,8 +93,8 @@ def _render_choice(timeline: RequestTimeline, choice: ChoiceTimeline) -> list[st
         if not is_single:
             lines.append(f"  {instance.instance} ({instance.role})")
         zero_s = choice.submitted_s + instance.sent_s
-        # With several instances (prefill and decode apart) the end of the generation is not the end
-        # of this instance's phases.
+        # With several instances (one for prefill, another for decode) the generation may end after
+        # this instance's phases, so its end is not passed on.
         lines += _render_phases(instance, zero_s, total_s, choice.end_s if is_single else None)
     if not choice.instances:
         end_s = total_s if choice.end_s is None else choice.end_s

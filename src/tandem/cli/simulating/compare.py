@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["compare"]
 
 LOADS = (0.3, 0.5, 0.75)
-"""Rates at which each setup is compared, as shares of its capacity."""
+"""Request rates at which each setup is compared, as shares of the setup's capacity."""
 FITTED_LOAD = 0.5
 LEARNING_REQUESTS, LEARNING_AT_ONCE = 24, 6
 MIN_REQUESTS, MAX_REQUESTS = 24, 600

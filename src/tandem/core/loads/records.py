@@ -16,7 +16,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
     index: int
     conversation: int = -1
-    """Number of its conversation, whose requests follow each other; -1: a request by itself."""
+    """Number of the request's conversation, whose requests follow each other; -1: the request
+    stands alone.
+    """
     input_length: int
     """Number of tokens of the prompt, as the server counts them if it reports usage."""
     output_length: int

@@ -97,10 +97,12 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: NonNegativeInt
     """Bytes as stored, with scales and padding; 0 if it shares another matrix's memory."""
     plain_bytes: NonNegativeInt
-    """Bytes that it would take in the model's dtype."""
+    """Bytes that the matrix would take in the model's dtype."""
     reason: str
     stored_bytes: NonNegativeInt = 0
-    """Bytes in the checkpoint, if it is quantized there; otherwise 0, as without a checkpoint."""
+    """Bytes of the matrix in the checkpoint, if it is quantized there; otherwise 0, as without a
+    checkpoint.
+    """
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,7 +286,9 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     unused_rules: tuple[str, ...] = ()
     """``file:line`` of rules that matched no module."""
     shadowed_rules: dict[str, tuple[str, ...]] = {}
-    """Rules without effect because earlier rules took all their modules, each with those rules."""
+    """Rules without effect because earlier rules took all their modules, each with those earlier
+    rules.
+    """
 
     @property
     def matrices(self) -> tuple[MatrixPlan, ...]:

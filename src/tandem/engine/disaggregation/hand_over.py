@@ -147,7 +147,8 @@ class HandOver:
         while not self._answer.is_held:
             self._note(await self._ask_until_answered())
         before = await self._ask_windows()
-        # For each load: our block id, the prefill instance's block id and the checksum.
+        # For each window block that is read: our block id, the prefill instance's block id and the
+        # checksum.
         read: list[tuple[int, int, int]] = []
         for load in loads:
             place, ours = load.position - before.window_first, find_window_block(load.block_id)

@@ -33,7 +33,9 @@ class RosterEntry(msgspec.Struct, frozen=True, kw_only=True):
     is_draining: bool = False
     num_restarts: int = 0
     reads_others: bool = False
-    """True if it can read other instances' KV, so that it may take the roles prefill and decode."""
+    """True if the instance can read other instances' KV, so that it may take the roles prefill and
+    decode.
+    """
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True, tag="roster"):

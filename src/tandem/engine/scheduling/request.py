@@ -54,8 +54,9 @@ class QueueNotes:
     context length.
     """
     num_deferrals: int = 0
-    """Number of steps in which it was not admitted because another request computes a prefix that
-    both share."""
+    """Number of steps in which the request was not admitted because another request computes a
+    prefix that both share.
+    """
     num_overtaken: int = 0
     """Number of requests of the same client and priority that arrived later and were admitted
     earlier."""
@@ -90,7 +91,7 @@ class PrefixNotes:
     request has no blocks.
     """
     num_indexed_blocks: int = 0
-    """Number of its leading blocks that are in the prefix index."""
+    """Number of the request's leading blocks that are in the prefix index."""
 
 
 @dataclass(slots=True)

@@ -279,8 +279,8 @@ class LayerSlots:
             if on_begun is not None:
                 on_begun()
                 on_begun = None
-            # The staging area is filled in ascending order of experts: no expert after the first
-            # that is still missing has begun to load.
+            # Reads into the staging area begin in ascending order of experts, so ``passing[0]``,
+            # the first whose read has not begun, ends the experts that can be computed now.
             last = len(order) if not passing else order.index(passing[0])
             if first == last < len(order):
                 what = "reads that were given up hold the whole staging area: see the kernel's log"

@@ -140,8 +140,9 @@ class CpuStep:
         if choice.block is None and not is_native:
             self.leave_sum_(Buffer(experts(x.tensor, ids.tensor, weights.tensor)))
         elif experts.spec.scales_input:
-            # An input scaled by each choice's weight needs a row per choice: the operator allocates
-            # these rows at each call, without the step's buffers.
+            # If router weights scale the experts' inputs, each (token, expert) choice needs an
+            # input row of its own: the operator allocates these rows at each call and does not use
+            # the step's buffers.
             choice.residual.tensor.add_(experts(x.tensor, ids.tensor, weights.tensor))
         elif routing is not None and routing.defers:
             self._add_deferring(routing, experts, choice.residual, x, ids, weights)

@@ -139,8 +139,8 @@ class RowFile:
             addresses.append(begins[first:end] - int(begins[first]) // page * page + at)
             if read is None or not self._finish(read):
                 failed.append(np.arange(first, end))
-        # The count is copied here, since other threads ask for it, and would wait for the reader
-        # while a read is in progress.
+        # The reader's count of bytes is copied here: other threads ask for it, and asking the
+        # reader would make them wait while a read is in progress.
         self.read_bytes = reader.bytes_read
         first, last = batch[0][0], batch[-1][1]
         out[first:last] = self._windows[np.concatenate(addresses)]

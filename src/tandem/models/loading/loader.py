@@ -512,7 +512,9 @@ class CausalModel:
         if self.moe is not None:
             routing = StepRouting(self.moe, batch, kv_cache, self.dtype)
             self.choices = routing.choices
-        # A graph cannot wait for copies that are begun anew in each step.
+        # A step that waits for copies of KV, or reports its layers, is not run as a captured graph:
+        # a graph repeats the operations of its capture and cannot wait for what each step begins
+        # anew.
         fixed = None
         if on_layer is None and loads is None:
             fixed = self._find_fixed(batch, kv_cache, states)

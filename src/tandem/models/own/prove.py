@@ -86,7 +86,7 @@ class OwnProof(msgspec.Struct, frozen=True, kw_only=True):
     piece: int = 0
     """Tokens of a piece that is proved, 1 or ``WHOLE_PROMPT``; 0: any."""
     has_our_experts: bool = False
-    """True if it is proved with our operators in place of the class's routed experts."""
+    """True if the class is proved with our operators in place of its routed experts."""
     checks: tuple[Check, ...] = ()
     problem: str = ""
     """Reason for a refusal; empty: proved."""
@@ -198,8 +198,8 @@ def _prove_any(proof: OwnProof, config: Any) -> OwnProof:
             if found.is_proved:
                 if found.has_our_experts or not _tried_ours(found):
                     return found
-                # Our experts may have missed the bound by an accident of rounding, as may the
-                # class as a whole: other weights tell.
+                # The proof holds without our experts only. That may be an accident of rounding, so
+                # try again with other random weights; a proof with our experts is preferred.
                 proved = found if proved is None else proved
         if proved is not None:
             return proved

@@ -35,7 +35,7 @@ class HostedSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     memory: Size = ""
     """Memory that it needs while awake; empty: the size of its weights plus engine.kv_cache_gib."""
     is_pinned: bool = msgspec.field(default=False, name="pinned")
-    """True if it is never put to sleep to make room for another."""
+    """True if the model is never put to sleep to make room for another."""
     settings: dict[str, Any] = {}
     """Settings as in a file for ``--config``; they override those of the server."""
 

@@ -59,7 +59,7 @@ class HostedModel:
     """Application of ``build_app`` over the model's engine."""
     engine: SleepingEngine
     is_pinned: bool = False
-    """True if it is never put to sleep to make room for another."""
+    """True if the model is never put to sleep to make room for another."""
     state: State = "new"
     num_entering: int = 0
     """Number of requests for which the model was kept or made awake and which were not submitted to

@@ -52,7 +52,7 @@ class InstanceFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of ``busy_s`` spent on prompts."""
     steps: int
     requests: int
-    """Number of prompts looked up in its prefix index."""
+    """Number of prompts looked up in the instance's prefix index."""
     prompt_tokens: int
     hit_tokens: int
     """Prompt tokens found in the prefix index, including those that the store had loaded in time.
