@@ -169,6 +169,16 @@ def test_states_are_updated_in_a_graph(device, tmp_path, save):
     assert all(one.states is not None for one in fixed.values())
 
 
+def is_apart(some, others):
+    """True if two answers to one prompt differ by more than rounding, in tokens or in the
+    log-probability of one, as a few tokens may be equal by chance.
+    """
+    return any(
+        token != other or abs(kept.logprob - found.logprob) > 0.01
+        for (token, kept), (other, found) in zip(some, others, strict=True)
+    )
+
+
 def list_layouts(built):
     """Layouts of the adapters' memory that graphs were captured with; 0: steps without adapters."""
     return {layout for _, (_, layout) in built.model._hybrid._batches}
@@ -203,7 +213,7 @@ def check_adapters(device, folder, path):
         assert got == wanted
         if and_plain:
             assert tell_tokens(got) == tell_tokens(generate(plain, (3, 4, 4), adapters))
-        return tell_tokens(got)
+        return got
 
     load("one")
     load("two")
@@ -212,10 +222,12 @@ def check_adapters(device, folder, path):
     # Which adapters a batch has, and in what order, is no matter of a graph.
     other = check("", "one", "two", and_plain=True)
     assert list_layouts(captured) == known
-    assert all(a != b for a, b in zip(first, other, strict=True)), "adapters change nothing"
+    assert all(is_apart(a, b) for a, b in zip(first, other, strict=True)), "adapters change nothing"
     unload("one")
     load("three")
-    assert check("three", "two", "")[0] != first[0], "the factors of the slot's former adapter"
+    third = check("three", "two", "")[0]
+    assert is_apart(third, first[0]), "the factors of the slot's former adapter"
+    assert is_apart(third, other[0]), "the new adapter changes nothing"
     unload("two")
     load("wide")
     check("three", "wide", "", and_plain=True)

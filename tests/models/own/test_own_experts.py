@@ -5,7 +5,8 @@ operator. A mutant of it, and an activation that is none of ours, leave the clas
 and it is still served.
 """
 
-import msgspec
+import copy
+
 import pytest
 import torch
 from transformers import GraniteMoeSharedConfig, GraniteMoeSharedForCausalLM
@@ -15,7 +16,6 @@ from tandem.kernels.cpu.experts import NativeExperts
 from tandem.models.own import prove
 from tandem.models.own.experts import find_experts, place_experts
 from tandem.models.own.prove import prove_own
-from tandem.models.proof.result import Check
 
 SIZES = {
     "vocab_size": 97,
@@ -36,22 +36,19 @@ def test_experts_are_ours_and_proved():
     assert all("our experts" in check.name for check in proof.checks)
 
 
-@pytest.mark.parametrize("second", [True, False])
-def test_experts_that_miss_the_bound_get_a_second_model(monkeypatch, second):
-    """One model's rounding, which differs by CPU, does not decide: another's weights are tried."""
-    asked = []
+def test_one_lucky_run_of_eager_code_does_not_decide(monkeypatch):
+    """The bound holds for other orders of sums, even if the errors of the first run cancel."""
+    run, asked = prove._run_whole, []
 
-    def prove_once(proof, tiny, seed):
-        asked.append(seed)
-        is_ours = second and seed > 0
-        checks = (Check(name="pieces, our experts, whole", excess=0.5 if is_ours else 1.01),)
-        return msgspec.structs.replace(proof, has_our_experts=is_ours, checks=checks)
+    def run_whole(eager, tokens):
+        asked.append(eager)
+        if len(asked) > 1:
+            return run(eager, tokens)
+        with prove._float64():
+            return run(copy.deepcopy(eager).double(), tokens).float()
 
-    monkeypatch.setattr(prove, "_prove_once", prove_once)
-    proof = prove_own(GraniteMoeSharedConfig())
-    assert proof.is_proved
-    assert proof.has_our_experts == second
-    assert asked == [0, 1]
+    monkeypatch.setattr(prove, "_run_whole", run_whole)
+    assert prove_own(GraniteMoeSharedConfig()).has_our_experts
 
 
 def test_wrong_experts_leave_the_class_its_own(monkeypatch):
