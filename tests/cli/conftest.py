@@ -6,8 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
 from tandem.cli import main as cli
+
+ROOT = typer.main.get_command(cli.app)
+"""The commands, whose many flags are made once; a process makes those that it needs."""
 
 sys.path.insert(0, str(Path(__file__).parent))  # Sibling modules of these tests.
 
@@ -20,6 +24,7 @@ def run(monkeypatch, capsys):
     monkeypatch.setattr(root, "handlers", list(root.handlers))
     monkeypatch.setattr(root, "level", root.level)
 
+    monkeypatch.setattr(cli, "app", ROOT)
     # A shell has its background commands ignore SIGINT; the command here shall take it.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
 

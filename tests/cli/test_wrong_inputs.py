@@ -105,6 +105,7 @@ def make_broken_inputs(tmp_path, busy):
         (["serve", "demo", "--dry-run", "--engine.kv-cache-gib", "99999"], "more than the machine"),
         (["serve", "demo", "--no-such-flag", "1"], "--no-such-flag"),
         (["config", "show", "--engine.threads", "-1"], "engine.threads"),
+        (["serve", "demo", "--adapter", f"a={empty}"], "is not an adapter"),
         (["serve", "demo", "--store.memory", "1B"], "from 64 KiB"),
         (["serve", "demo", "--store.memory", "900GiB"], "512 GiB"),
         (["serve", "demo", "--store.memory", "1GiB", "--store.master", "h:1"], "one of the two"),

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 
 from tandem.cli.config import Config, check_store
 from tandem.core.adapter import AdapterSource, read_sources
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, NotFoundError
 from tandem.core.wire import InstanceStage, StageChanged
 from tandem.engine.cluster.client import ClusterClient, make_specs
 from tandem.engine.config import EngineConfig
@@ -97,7 +97,17 @@ def check_files(settings: Config) -> tuple[Path, tuple[AdapterSource, ...]]:
     names = find_names(settings.model.path, settings.server.served_model_name, folder)
     for source in sources:
         names.check_adapter_name(source.name)
+        if not settings.cluster.launchers:  # They may have folders of their own.
+            _check_adapter(source)
     return folder, sources
+
+
+def _check_adapter(source: AdapterSource) -> None:
+    """Raise NotFoundError if a folder holds no adapter, seconds before an instance would."""
+    name = "adapter_config.json"
+    if not (Path(source.folder) / name).exists():
+        what = f"adapter {source.name}: {source.folder} is not an adapter: no {name}"
+        raise NotFoundError("cli.serve", f"{what}: give its folder", field="model.adapter")
 
 
 def _check_context(engine: EngineConfig, values: dict[str, Any]) -> None:
