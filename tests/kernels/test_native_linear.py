@@ -63,30 +63,30 @@ def make_linear(
     return PackedLinear.pack(WEIGHT_FORMATS[name], weights, bias, pool=pool, isa=isa)
 
 
-def check(name: str, x: torch.Tensor, pool: ThreadPool, isa: str, *, outs: int = OUTS) -> None:
-    ins = x.shape[1]
-    linear = make_linear(name, pool, isa, ins=ins, outs=outs)
-    weights = decode((draw(outs, ins) / ins**0.5).numpy(), linear.weight_format)
+def check(name: str, x: torch.Tensor, pool: ThreadPool, *isas: str, outs: int = OUTS) -> None:
+    ins, weight_format = x.shape[1], WEIGHT_FORMATS[name]
+    weights = decode((draw(outs, ins) / ins**0.5).numpy(), weight_format)
     bias = draw(outs, seed=1).double().numpy()
-    want, bound = run_linear(x.float().numpy(), weights, bias, linear.weight_format)
-    got = linear.forward(x).double().numpy()
+    want, bound = run_linear(x.float().numpy(), weights, bias, weight_format)
     assert np.isfinite(want).all()
-    worst = (np.abs(got - want) / bound).max(initial=0)
-    assert worst <= 1, f"error is {worst:.2f} of the tolerance"
-    rounded = linear.forward(x, dtype=torch.bfloat16).double().numpy()
-    assert (np.abs(rounded - want) <= bound * (1 + BF16_EPS) + BF16_EPS * np.abs(want)).all()
+    for isa in isas:
+        linear = make_linear(name, pool, isa, ins=ins, outs=outs)
+        got = linear.forward(x).double().numpy()
+        worst = (np.abs(got - want) / bound).max(initial=0)
+        assert worst <= 1, f"{isa}: error is {worst:.2f} of the tolerance"
+        rounded = linear.forward(x, dtype=torch.bfloat16).double().numpy()
+        is_near = np.abs(rounded - want) <= bound * (1 + BF16_EPS) + BF16_EPS * np.abs(want)
+        assert is_near.all(), isa
 
 
 # Arithmetic ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
-    check(name, draw(9, INS, seed=2), pool, isa)
+def test_matches_the_oracle(name: str, pool: ThreadPool):
+    check(name, draw(9, INS, seed=2), pool, *ISAS)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("name", "ins", "outs"),
     [
@@ -104,24 +104,23 @@ def test_matches_the_oracle(name: str, isa: str, pool: ThreadPool):
         ("int4g32", 160, 129),
     ],
 )
-def test_odd_sizes(name: str, ins: int, outs: int, isa: str, pool: ThreadPool):
-    check(name, draw(5, ins, seed=3), pool, isa, outs=outs)
+def test_odd_sizes(name: str, ins: int, outs: int, pool: ThreadPool):
+    check(name, draw(5, ins, seed=3), pool, *ISAS, outs=outs)
 
 
 @pytest.mark.parametrize("name", SOME_FORMATS)
-@pytest.mark.parametrize("rows", [0, 1, 2, 6, 7, 13, 47, 49, 193])
-def test_every_regime(name: str, rows: int, pool: ThreadPool):
-    check(name, draw(rows, INS, seed=4), pool, kernel_isas()[-1])
+def test_every_regime(name: str, pool: ThreadPool):
+    for rows in (0, 1, 2, 6, 7, 13, 47, 49, 193):
+        check(name, draw(rows, INS, seed=4), pool, kernel_isas()[-1])
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "fp8row", "mxfp4", "int8g32", "int4g32"])
 @pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e4, 1e15])
-def test_magnitudes_of_the_input(name: str, isa: str, scale: float, pool: ThreadPool):
+def test_magnitudes_of_the_input(name: str, scale: float, pool: ThreadPool):
     x = draw(5, INS, seed=5)
     x[:, :32] *= scale
-    check(name, x, pool, isa)
-    check(name, draw(3, INS, seed=6) * scale, pool, isa)
+    check(name, x, pool, *ISAS)
+    check(name, draw(3, INS, seed=6) * scale, pool, *ISAS)
 
 
 @pytest.mark.parametrize("name", SOME_FORMATS)
@@ -143,15 +142,15 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", SOME_FORMATS)
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_caught(mutant: str, name: str, pool: ThreadPool):
+def test_mutants_are_caught(name: str, pool: ThreadPool):
     x = draw(6, INS, seed=8)
     got = make_linear(name, pool).forward(x).double().numpy()
-    weights = decode((draw(OUTS, INS) / INS**0.5).numpy(), WEIGHT_FORMATS[name])
-    bias = draw(OUTS, seed=1).double().numpy()
-    MUTANTS[mutant](weights, bias)
-    want, bound = run_linear(x.numpy(), weights, bias, WEIGHT_FORMATS[name])
-    assert (np.abs(got - want) > bound).any() == (mutant != "none")
+    decoded = decode((draw(OUTS, INS) / INS**0.5).numpy(), WEIGHT_FORMATS[name])
+    for mutant, change in MUTANTS.items():
+        weights, bias = decoded.copy(), draw(OUTS, seed=1).double().numpy()
+        change(weights, bias)
+        want, bound = run_linear(x.numpy(), weights, bias, WEIGHT_FORMATS[name])
+        assert (np.abs(got - want) > bound).any() == (mutant != "none"), mutant
 
 
 @pytest.mark.parametrize("name", SOME_FORMATS)
@@ -171,18 +170,18 @@ def test_adds_into_a_residual(name: str, pool: ThreadPool):
 # Invariance ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", SOME_FORMATS)
-def test_a_row_does_not_depend_on_its_batch(name: str, isa: str, pool: ThreadPool):
-    linear = make_linear(name, pool, isa)
-    x = draw(300 if isa not in SLOW_ISAS else 40, INS, seed=11)
-    whole = linear.forward(x)
-    for size in (1, 2, 3, 7, 39):
-        for begin in (0, 1, len(x) - size):
-            part = slice(begin, begin + size)
-            assert torch.equal(linear.forward(x[part]), whole[part])
-    pieces = [linear.forward(piece) for piece in x.split(64)]
-    assert torch.equal(torch.cat(pieces), whole)
+def test_a_row_does_not_depend_on_its_batch(name: str, pool: ThreadPool):
+    for isa in ISAS:
+        linear = make_linear(name, pool, isa)
+        x = draw(300 if isa not in SLOW_ISAS else 40, INS, seed=11)
+        whole = linear.forward(x)
+        for size in (1, 2, 3, 7, 39):
+            for begin in (0, 1, len(x) - size):
+                part = slice(begin, begin + size)
+                assert torch.equal(linear.forward(x[part]), whole[part]), isa
+        pieces = [linear.forward(piece) for piece in x.split(64)]
+        assert torch.equal(torch.cat(pieces), whole), isa
 
 
 @pytest.mark.parametrize("name", SOME_FORMATS)
@@ -200,36 +199,36 @@ def test_integer_formats_and_f32_agree_bitwise_across_isas(name: str, pool: Thre
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer])
-@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)], ids=str)
-def test_sums_of_the_largest_codes_do_not_saturate(
-    signs: tuple[int, int], name: str, isa: str, pool: ThreadPool
-):
+def test_sums_of_the_largest_codes_do_not_saturate(name: str, pool: ThreadPool):
     """255 times 127 twice is beyond 16 bits, where one of the instructions at hand stops."""
-    weights, x = torch.full((70, INS), float(signs[0])), torch.full((3, INS), float(signs[1]))
-    weights[:, ::16] = 0  # Else a group with minimum would be all codes 0.
-    linear = PackedLinear.pack(WEIGHT_FORMATS[name], weights, pool=pool, isa=isa)
-    decoded = decode(weights.numpy(), linear.weight_format)
-    want, bound = run_linear(x.numpy(), decoded, np.zeros(70), linear.weight_format)
-    assert (np.abs(linear.forward(x).double().numpy() - want) <= bound).all()
-    assert np.allclose(want, signs[0] * signs[1] * INS * 15 / 16, rtol=0.01)
+    weight_format = WEIGHT_FORMATS[name]
+    for sign in (1.0, -1.0):
+        weights, x = torch.full((70, INS), sign), torch.ones(6, INS)
+        weights[:, ::16] = 0  # Else a group with minimum would be all codes 0.
+        x[3:] = -1
+        decoded = decode(weights.numpy(), weight_format)
+        want, bound = run_linear(x.numpy(), decoded, np.zeros(70), weight_format)
+        assert np.allclose(want, sign * x[:, :1].numpy() * INS * 15 / 16, rtol=0.01)
+        for isa in ISAS:
+            linear = PackedLinear.pack(weight_format, weights, pool=pool, isa=isa)
+            assert (np.abs(linear.forward(x).double().numpy() - want) <= bound).all(), isa
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_rows_are_those_of_the_unpacked_matrix(name: str, isa: str, pool: ThreadPool):
+def test_rows_are_those_of_the_unpacked_matrix(name: str, pool: ThreadPool):
     """Bitwise, in any order, as float32 and rounded once; the last panel has fewer outputs."""
-    linear = make_linear(name, pool, isa)
-    values = linear.unpack()
-    wanted = torch.tensor([OUTS - 1, 0, 17, 63 % OUTS, 17])
-    assert torch.equal(linear.take_rows(wanted), values[wanted])
-    narrow = linear.take_rows(wanted, dtype=torch.bfloat16)
-    assert torch.equal(narrow, values[wanted].bfloat16())
-    assert linear.take_rows(torch.empty(0, dtype=torch.int64)).shape == (0, INS)
-    for absent in (-1, OUTS):
-        with pytest.raises(ShapeError, match=f"row {absent} of {OUTS}"):
-            linear.take_rows(torch.tensor([0, absent]))
+    for isa in ISAS:
+        linear = make_linear(name, pool, isa)
+        values = linear.unpack()
+        wanted = torch.tensor([OUTS - 1, 0, 17, 63 % OUTS, 17])
+        assert torch.equal(linear.take_rows(wanted), values[wanted]), isa
+        narrow = linear.take_rows(wanted, dtype=torch.bfloat16)
+        assert torch.equal(narrow, values[wanted].bfloat16()), isa
+        assert linear.take_rows(torch.empty(0, dtype=torch.int64)).shape == (0, INS)
+        for absent in (-1, OUTS):
+            with pytest.raises(ShapeError, match=f"row {absent} of {OUTS}"):
+                linear.take_rows(torch.tensor([0, absent]))
 
 
 def test_concurrent_callers_get_their_own_results(pool: ThreadPool):
@@ -252,19 +251,19 @@ def test_concurrent_callers_get_their_own_results(pool: ThreadPool):
     assert not wrong
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", SOME_FORMATS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_values_stay_in_their_row(name: str, isa: str, bad: float, pool: ThreadPool):
-    linear = make_linear(name, pool, isa)
-    x = draw(11, INS, seed=14)
-    clean = linear.forward(x)
-    x[5, 17] = bad
-    got = linear.forward(x)
-    # Zero weights of float formats make NaN of infinity as well.
-    assert not got[5].isfinite().any()
-    others = [row for row in range(11) if row != 5]
-    assert torch.equal(got[others], clean[others])
+def test_bad_values_stay_in_their_row(name: str, pool: ThreadPool):
+    for isa in ISAS:
+        linear = make_linear(name, pool, isa)
+        clean = linear.forward(draw(11, INS, seed=14))
+        for bad in (float("nan"), float("inf")):
+            x = draw(11, INS, seed=14)
+            x[5, 17] = bad
+            got = linear.forward(x)
+            # Zero weights of float formats make NaN of infinity as well.
+            assert not got[5].isfinite().any(), isa
+            others = [row for row in range(11) if row != 5]
+            assert torch.equal(got[others], clean[others]), isa
 
 
 # Face ----------------------------------------------------------------------------------------
@@ -365,12 +364,12 @@ def test_refuses_what_does_not_fit(pool: ThreadPool):
 
 
 @pytest.mark.parametrize("name", SOME_FORMATS)
-@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_pack_refuses_weights_that_are_not_finite(name: str, bad: float, pool: ThreadPool):
-    weights = draw(OUTS, INS)
-    weights[150, 255] = bad
-    with pytest.raises(UnsupportedError, match="output 1"):
-        PackedLinear.pack(WEIGHT_FORMATS[name], weights, pool=pool)
+def test_pack_refuses_weights_that_are_not_finite(name: str, pool: ThreadPool):
+    for bad in (float("nan"), float("-inf")):
+        weights = draw(OUTS, INS)
+        weights[150, 255] = bad
+        with pytest.raises(UnsupportedError, match="output 1"):
+            PackedLinear.pack(WEIGHT_FORMATS[name], weights, pool=pool)
 
 
 # Nodes ---------------------------------------------------------------------------------------
