@@ -37,20 +37,29 @@ def list_cases():
             )
 
 
+@pytest.fixture(scope="module")
+def models():
+    """Models by their case and number of threads: loaded once, changed by none of these tests."""
+    return {}
+
+
 @pytest.fixture(params=list_cases())
-def load(request, checkpoint):
+def load(request, saved, models):
     family, (dtype, expert_format, linear_format) = request.param
     moe = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
-    folder = checkpoint(family, hidden_size=64, intermediate_size=64, **moe)
+    folder = saved(family, "1GB", {"hidden_size": 64, "intermediate_size": 64, **moe})
 
     def load_one(num_threads=2):
-        return load_checkpoint(
-            folder,
-            dtype=dtype,
-            expert_format=expert_format,
-            linear_format=linear_format,
-            pool=ThreadPool(num_threads),
-        )
+        key = request.param, num_threads
+        if key not in models:
+            models[key] = load_checkpoint(
+                folder,
+                dtype=dtype,
+                expert_format=expert_format,
+                linear_format=linear_format,
+                pool=ThreadPool(num_threads),
+            )
+        return models[key]
 
     return load_one
 

@@ -78,8 +78,35 @@ LONG = {
     "all pairs of a head rotated",
     "factor of a layer left out",
     "scores of the input that is not normed",
+    "no norm after the MLP",
+    "another norm of keys",
+    "norm of index keys left out",
+    "heads of an index have others' weights",
+    "halves for neighbours in a latent",
+    "positions twice as far apart",
+    "window of every layer",
+    "sinks scaled like scores",
+    "gate and up the other way around",
+    "another head's keys",
+    "norms add nothing",
+    "weights not normalised",
+    "all groups count",
+    "weights not scaled",
+    "a window on a layer of full attention",
+    "gelu for a square",
+    "states decay at other rates",
+    "no bias of the decay",
+    "updates go half as far",
+    "gate of the norm without its input",
+    "norm of heads left out",
+    "a and b the other way around",
+    "gate of the norm times its input",
+    "steps as short as they come",
+    "queries of latents not scaled by position",
 }
-"""Cases of these tests that others stand for in a run of minutes."""
+"""Cases of these tests that others stand for in a run of minutes; of mutants, another of the same
+operator.
+"""
 
 
 def mark_slow(names):
