@@ -212,8 +212,8 @@ bool Peer::send_fences(ClientConnection& connection) {
   return due.may_write;
 }
 
-// A copy uses no connection, so that no fence can be sent ahead of it: it waits for the peer's
-// answer.
+// A copy through shared memory uses no connection, so that a fence cannot be sent ahead of it on
+// the same stream: the copy waits for the peer's answer to the fence.
 bool Peer::is_copy_held(const Piece& piece, Work& work, std::optional<TransportKind> failed) {
   if (options_.fences->is_empty() || !options_.fences->owes(epoch_)) return false;
   if (control_ && control_->is_ready()) {

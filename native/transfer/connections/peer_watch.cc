@@ -1,4 +1,5 @@
-// A peer's connecting, and its periodic work: reconnections, silent rails, the lease.
+// A peer's connecting and its periodic work: it reconnects, gives up silent rails and checks the
+// peer's lease (how long a peer may be silent).
 #include <algorithm>
 
 #include "base/threads/idle_spin.h"
@@ -215,7 +216,7 @@ int64_t Peer::tick(int64_t now, int64_t late_ns) {
         now >= calls_connection_->begin_ns() + options_.handshake_timeout_ns)
       take_back(calls_connection_, late, work);
     for (uint32_t r = 0; r < rails_.size() && state_ == State::kOpen; ++r) {
-      // A copy of the pointer, since take_back resets the member.
+      // Copy the pointer, since take_back resets the member.
       const std::shared_ptr<ClientConnection> connection = rails_[r].connection;
       if (!connection) {
         if (rail_set_.is_connect_due(r, now)) connect_rail(r, now);

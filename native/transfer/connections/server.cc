@@ -26,7 +26,7 @@ constexpr int64_t kAlivePollNs = 20'000'000;
 constexpr int64_t kAcceptPauseNs = 100'000'000;
 
 // True if a descriptor is one of the last that the process may have, which are reserved for its own
-// use. The same rule as tandem.core.descriptors.
+// use. tandem.core.descriptors applies the same rule.
 bool is_scarce(int fd) {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return false;
@@ -45,7 +45,8 @@ class Server::Listener : public EventHandler, public std::enable_shared_from_thi
   void on_events(uint32_t) override {
     const std::shared_ptr<Server> server = server_.lock();
     if (!server) return;
-    // A limited number of accepts, so that a flood of connections does not starve the event loop.
+    // Accept a limited number of connections at once, so that a flood of them does not starve the
+    // event loop.
     for (int i = 0; i < 16; ++i) {
       const int fd = accept4(fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
       if (fd >= 0) {
@@ -275,7 +276,7 @@ Result<Grant> Server::grant(const std::string& session_id, uint64_t offset) {
   const auto found = sessions_.find(session_id);
   if (found == sessions_.end() || !may_reach(found->second))
     return Error{Code::kUnsupported, "transfer.grant", "the peer is not on this host", ""};
-  // Under mutex_, so that an unregister either refuses this pin or sees the grant.
+  // Pin the buffer under mutex_, so that an unregister either refuses this pin or sees the grant.
   Result<Registry::Pin> pin = registry_->pin_remote(offset);
   if (!pin.is_ok()) return pin.error();
   const Registry::Entry& entry = pin.value().entry();

@@ -14,8 +14,8 @@ ServerConnection::ServerConnection(std::shared_ptr<Server> server, EventLoop* lo
 
 Status ServerConnection::check_header(const Frame& frame) {
   const bool is_slice = frame.type == FrameType::kWrite || frame.type == FrameType::kRead;
-  // Tickets rise. A slice whose ticket does not was repeated or late, and could overwrite newer
-  // bytes.
+  // The sender numbers its slices with rising tickets. A slice whose ticket is not above the last
+  // one was repeated or arrived late, and could overwrite newer bytes.
   if (is_slice && is_ready()) {
     if (frame.id <= last_slice_id_)
       return {Code::kCorruption, "transfer.serve", "slices out of order", ""};
@@ -51,8 +51,8 @@ void ServerConnection::on_slice_end(const Frame&, bool is_intact) {
     write_status_ = {Code::kCorruption, "transfer.write", "a slice with a wrong check sum", ""};
 }
 
-// A peer that closes a rail has given its slices up. On connections of other roles a good-bye may
-// come last, so their input is handled.
+// A peer that closes a rail has given up the rail's slices, so unread input is dropped. On
+// connections of other roles a good-bye may come last, so their unread input is handled.
 bool ServerConnection::is_void_once_hung_up() const {
   return is_ready() && hello_.role == Role::kRail;
 }

@@ -7,7 +7,7 @@ namespace {
 
 constexpr size_t kMaxBuffers = 1 << 20;
 constexpr size_t kMaxName = 255;
-// Unused addresses between two buffers, so that running over an end is an error.
+// Bytes of unused addresses between two buffers, so that an access over a buffer's end is an error.
 constexpr uint64_t kGap = 4096;
 constexpr uint64_t kMaxLength = uint64_t{1} << 46;
 

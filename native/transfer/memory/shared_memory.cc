@@ -24,7 +24,8 @@ Error fail_attach(Code code, std::string what) {
   return {code, "transfer.map", std::move(what), ""};
 }
 
-// Returns zero, or an errno. The file grows to `end` only if all pages can be reserved.
+// Reserves a file's pages. Returns zero, or an errno. The file grows to `end` only if all
+// pages can be reserved.
 int grow(int fd, size_t begin, size_t end) {
   int refused = 0;
   do {
@@ -116,7 +117,7 @@ bool SharedMemory::is_reserved(size_t end) {
   if (end <= reserved()) return true;
   struct stat status {};
   if (fd_ < 0 || fstat(fd_, &status) != 0) return false;
-  // Never less than before, as the file is sealed against shrinking.
+  // The length is never less than before, as the file is sealed against shrinking.
   reserved_.store(static_cast<size_t>(status.st_size), std::memory_order_release);
   return end <= static_cast<size_t>(status.st_size);
 }

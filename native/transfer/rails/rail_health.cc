@@ -28,7 +28,7 @@ void RailHealth::pause(int64_t now_ns) {
 void RailHealth::on_success() {
   num_errors_ = num_slow_ = 0;
   if (state_ != RailState::kHealthy && state_ != RailState::kPaused) return;
-  // A slice that was given before the pause ended well, which counts like a probe.
+  // A slice that was given to the rail before its pause ended well, which counts like a probe.
   state_ = RailState::kHealthy;
   is_probing_ = false;
   num_pauses_ = num_disconnects_ = 0;

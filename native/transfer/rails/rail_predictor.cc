@@ -6,13 +6,15 @@
 namespace tandem::transfer {
 namespace {
 
-// Bounds, so that one absurd sample (a suspended machine) cannot ruin a rail's estimate for good.
+// The estimates are bounded, so that one absurd sample (from a suspended machine) cannot ruin a
+// rail's estimate for good.
 constexpr double kMinBeta1 = 1.0 / 256;
 constexpr double kMaxBeta1 = 4096;
 constexpr double kMaxBeta0S = 1.0;
-// Least relative variance of loads for which a slope is estimated.
+// Least relative variance of the loads (queued bytes / nominal bandwidth) for which the slope of
+// latency over load is estimated.
 constexpr double kLeastSpread = 1e-3;
-// Least part of the mean latency that is attributed to bandwidth.
+// Least part of the mean latency that is attributed to bandwidth; the rest is fixed latency.
 constexpr double kLeastPart = 0.1;
 
 }  // namespace
@@ -41,7 +43,8 @@ void RailPredictor::observe(double load_s, double latency_s) {
   const double mean_x = sum_x_ / weight_;
   const double mean_y = sum_y_ / weight_;
   const double variance = sum_xx_ / weight_ - mean_x * mean_x;
-  // Loads that are all alike do not determine the slope; then only beta0 is updated.
+  // Loads that are all alike do not determine the slope; then only beta0, the fixed latency, is
+  // updated.
   if (mean_x > 0 && variance > kLeastSpread * mean_x * mean_x) {
     const double covariance = sum_xy_ / weight_ - mean_x * mean_y;
     // Neither term may be negative; and noise must not attribute nearly all latency to beta0, or

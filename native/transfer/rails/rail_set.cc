@@ -9,7 +9,8 @@ namespace {
 
 constexpr double kNsPerS = 1e9;
 constexpr double kMaxTravelNs = 50e6;
-// Limits of one rail. A server closes a connection that leaves much more of its answers unread.
+// Limits of the slices in flight on one rail (one connection). A server closes a connection that
+// leaves much more of its answers unread.
 constexpr uint64_t kMaxInFlightBytes = 512 << 20;
 constexpr uint32_t kMaxInFlightSlices = 16384;
 // Number of slices below which a rail's speed counts as unknown, since the first slices measure the
@@ -202,7 +203,7 @@ void RailSet::complete(uint64_t id, int64_t now_ns) {
 
 void RailSet::on_progress(uint32_t index, int64_t now_ns) {
   Rail& rail = rails_[index];
-  // Without work a rail's silence means nothing.
+  // The silence of a rail without slices in flight means nothing.
   if (rail.num_in_flight == 0 || now_ns <= rail.progress_ns) return;
   const int64_t gap_ns = now_ns - rail.progress_ns;
   constexpr int64_t kForget = 64;
@@ -291,14 +292,14 @@ void RailSet::on_look(uint32_t index, int64_t now_ns, bool owes, int64_t heard_n
   const int64_t quiet_ns = rail.is_owing && owes ? heard_ns - rail.heard_ns : 0;
   rail.usual_quiet_ns =
       std::max(quiet_ns, rail.usual_quiet_ns - (rail.usual_quiet_ns - quiet_ns) / kForget);
-  // A debt counts from when it is noticed.
+  // The time of an owed answer counts from when this thread notices it.
   rail.heard_ns = rail.is_owing && owes ? heard_ns : now_ns;
   rail.is_owing = owes;
   rail.num_quiet_looks = 0;
 }
 
-// Several looks are needed: if this thread was not scheduled, the other host's acknowledgement may
-// have arrived unread.
+// Silence must be seen at several checks: if this thread was not scheduled, the other
+// host's acknowledgement may have arrived unread.
 bool RailSet::is_quiet(uint32_t index, int64_t now_ns) const {
   constexpr int kLooks = 3;
   const Rail& rail = rails_[index];
