@@ -8,7 +8,13 @@ import time
 import msgspec
 import pytest
 
-from tandem.core.errors import CapacityError, ConfigError, ConflictError, PeerLostError
+from tandem.core.errors import (
+    CapacityError,
+    ConfigError,
+    ConflictError,
+    PeerLostError,
+    UnsentError,
+)
 from tandem.rpc import Auth, RpcClient, RpcConfig, RpcServer, make_identity
 from tandem.rpc.wire.frames import Event, Welcome, as_body, encode_frame
 
@@ -309,6 +315,22 @@ def test_both_ways_of_pushing_keep_their_common_order(endpoint):
             peer.push_threadsafe(Tick(3))
             await until(lambda: len(here) == 3)
             assert here == [Tick(1), Tick(2), Tick(3)]
+
+    run(scenario())
+
+
+def test_a_call_behind_events_that_find_the_socket_full_tells_of_the_loss(endpoint):
+    def fail(data):
+        raise UnsentError("test.transmit", "full")
+
+    async def scenario():
+        async with connect(make_server(endpoint), []) as (client, _):
+            peer = client.peer
+            peer.push_threadsafe(Tick(1))  # In the outbox until the loop runs, or sends.
+            peer.transport._connection.transmit = fail
+            with pytest.raises(PeerLostError, match="slow peer"):
+                peer.begin("any", None, int)
+            assert peer.is_lost
 
     run(scenario())
 

@@ -17,12 +17,11 @@ from tandem.core.errors import (
     PeerLostError,
 )
 from tandem.rpc import Auth, LaneRouter, MethodTable, RpcClient, RpcServer, make_identity
-from tandem.rpc.outgoing import OutgoingCalls, Wire
+from tandem.rpc.outgoing import OutgoingCalls
 from tandem.rpc.wire.frames import (
     Call,
     Event,
     Fault,
-    LaneOffer,
     as_body,
     decode_frame,
     encode_frame,
@@ -477,7 +476,7 @@ def test_who_does_not_know_the_token_is_refused(endpoint):
 
     async def scenario():
         async with connect(endpoint) as world:
-            token = world.client.peer._outgoing._token
+            token = world.client.peer.transport._greeting.lane.token
             call = encode_frame(Call(1, "quick", 1000, as_body(1), 1))
             for payload in (b"", token[:-1], bytes(16) + call, call):
                 answer = world.lanes.begin(payload)
@@ -525,16 +524,27 @@ def test_a_request_that_comes_before_the_welcome_waits_for_it(endpoint):
 
 
 def test_threads_without_a_lane_go_by_the_loop(endpoint):
+    """In the same order as the loop's own calls; one that is dropped is cancelled."""
+
     async def scenario():
+        world = World()
         server = RpcServer(endpoint, identity=make_identity("server"), auth=Auth.local())
-        server.register("double", lambda _, n: 2 * n, int, int)
+        server.register("quick", world.quick, int, int)
+        server.register("hang", world.hang, int, int)
         client = RpcClient(endpoint, identity=make_identity("client"), auth=Auth.local())
         async with server, client:
-            begun = client.begin_threadsafe("double", 4, int, timeout_s=CALL_S)
-            assert await asyncio.to_thread(begun.wait, CALL_S) == 8
+            begun = client.begin_threadsafe("quick", 4, int, timeout_s=CALL_S)
+            assert await client.call("quick", 5, int) == 5
+            assert await asyncio.to_thread(begun.wait, CALL_S) == 4
+            assert world.begun == [4, 5]
             begun = client.begin_threadsafe("nothing", 4, int, timeout_s=CALL_S)
             with pytest.raises(Exception, match="unknown method"):
                 await asyncio.to_thread(begun.wait, CALL_S)
+            begun = client.begin_threadsafe("hang", 6, int, timeout_s=CALL_S)
+            while world.begun[-1] != 6:
+                await asyncio.sleep(0)
+            del begun
+            await asyncio.wait_for(world.cancelled.wait(), CALL_S)
 
     run(scenario())
 
@@ -560,7 +570,7 @@ def test_a_lane_that_cannot_be_opened_is_done_without(endpoint):
         )
         async with server, client:
             assert await client.call("double", 4, int) == 8
-            await asyncio.wait_for(client.peer._opening, CALL_S)
+            await asyncio.wait_for(client.peer.transport._opening, CALL_S)
             assert not client.peer.has_lane
             assert await client.call("double", 5, int) == 10
 
@@ -585,17 +595,26 @@ def test_peers_of_older_versions_are_served(endpoint, raw_client, numbers):
     run(scenario())
 
 
-class _CollectingLane:
-    """A lane in whose calls the garbage collector runs, as it may anywhere that allocates."""
+class _CollectingTransport:
+    """Sends calls by a lane, and runs the garbage collector in them, as anything that allocates
+    may."""
 
-    max_bytes = 2**20
+    name = "far"
 
-    def begin(self, request: bytes) -> object:
-        gc.collect()
-        return object()
+    def encode(self, frame: object) -> bytes:
+        return b""
 
-    def close(self) -> None:
+    def send(self, data: bytes) -> None:
+        raise AssertionError
+
+    send_threadsafe = send
+
+    def send_quietly(self, frame: object) -> None:
         pass
+
+    def begin_by_lane(self, data: bytes, begin: object) -> tuple[object, object]:
+        gc.collect()
+        return object(), object()
 
 
 def test_a_call_that_the_collector_drops_in_another_call_holds_up_no_thread():
@@ -605,9 +624,7 @@ def test_a_call_that_the_collector_drops_in_another_call_holds_up_no_thread():
 
     def work() -> None:
         async def main() -> None:
-            wire = Wire("far", lambda frame: b"", lambda frame: None, lambda: None, lambda: None)
-            calls = OutgoingCalls(wire, 100)
-            calls.use_lane(_CollectingLane(), LaneOffer("", b"token"))
+            calls = OutgoingCalls(_CollectingTransport(), 100)
             for _ in range(3):
                 cycle: list[object] = [calls.begin_threadsafe("m", 1, int, 1.0)]
                 cycle.append(cycle)

@@ -17,14 +17,14 @@ import msgspec
 import pytest
 
 from tandem.core.clock import ManualClock
-from tandem.core.errors import ConflictError, DeadlineError, PeerLostError
+from tandem.core.errors import ConflictError, PeerLostError
 from tandem.rpc import Auth, RpcClient, RpcConfig, RpcServer, make_identity
 from tandem.rpc.wire.frames import Beat, Welcome, encode_frame
 
 TEST_TIMEOUT_S = 30
 QUICK = RpcConfig(heartbeat_interval_ms=50, lease_ms=600)
 LEASE_S = 60
-PATIENT = RpcConfig(heartbeat_interval_ms=1000, lease_ms=1000 * LEASE_S)
+PATIENT = RpcConfig(heartbeat_interval_ms=1000, lease_ms=1000 * LEASE_S, connect_timeout_ms=20_000)
 
 
 class Point(msgspec.Struct):
@@ -110,7 +110,7 @@ def test_a_stopped_server_is_lost_by_its_lease_and_found_again(endpoint, spawn):
 
     async def scenario():
         losses = []
-        client = make_client(endpoint, QUICK, reconnect=True)
+        client = make_client(endpoint, QUICK)
         client.on_peer_lost(lambda peer, error: losses.append(error))
         async with client:
             instance_id = client.peer.instance_id
@@ -119,7 +119,8 @@ def test_a_stopped_server_is_lost_by_its_lease_and_found_again(endpoint, spawn):
                 await client.call("echo", Point(1, ""), Point, timeout_s=20)
             assert len(losses) == 1
             child.signal(signal.SIGCONT)
-            peer = await client.wait_connected(20)
+            await client.aclose()
+            peer = await client.connect()
             assert peer.instance_id == instance_id, "it is the same process"
             assert peer.epoch >= 2
             assert await peer.call("echo", Point(2, "b"), Point) == Point(2, "b")
@@ -149,17 +150,17 @@ def test_a_restarted_server_is_another_instance_and_old_handles_stay_dead(endpoi
 
     async def scenario():
         joined = []
-        client = make_client(endpoint, PATIENT, reconnect=True)
+        client = make_client(endpoint, PATIENT)
         client.on_peer(lambda peer: joined.append(peer.epoch))
         async with client:
             old = client.peer
             assert await client.call("get_pid", None, int) == first.pid
             first.signal(signal.SIGKILL)
             await until(lambda: old.is_lost)
-            with pytest.raises(DeadlineError, match="no session"):
-                await client.wait_connected(0.1)
+            await client.aclose()
+            connecting = asyncio.create_task(client.connect())
             second = spawn("serve", endpoint)
-            new = await client.wait_connected(20)
+            new = await connecting
             assert await client.call("get_pid", None, int) == second.pid
             assert new.instance_id != old.instance_id
             assert new.epoch == client.epoch > old.epoch
@@ -170,22 +171,20 @@ def test_a_restarted_server_is_another_instance_and_old_handles_stay_dead(endpoi
     run(scenario())
 
 
-def test_reconnecting_ends_when_the_new_server_refuses(endpoint):
+def test_connecting_again_ends_when_the_new_server_refuses(endpoint):
     async def scenario():
         identity = make_identity("parent", compat={"model": "a"})
-        client = RpcClient(
-            endpoint, identity=identity, auth=Auth.local(), config=PATIENT, reconnect=True
-        )
-        server = RpcServer(endpoint, identity=identity, auth=Auth.local())
-        async with server:
-            await client.connect()
+        client = RpcClient(endpoint, identity=identity, auth=Auth.local(), config=PATIENT)
+        async with RpcServer(endpoint, identity=identity, auth=Auth.local()):
+            peer = await client.connect()
+        await until(lambda: peer.is_lost)
+        await client.aclose()
         other = make_identity("other", compat={"model": "b"})
         async with RpcServer(endpoint, identity=other, auth=Auth.local()):
             with pytest.raises(ConflictError, match="model differs"):
-                await client.wait_connected(20)
-            with pytest.raises(ConflictError, match="model differs"):
+                await client.connect()
+            with pytest.raises(PeerLostError, match="closed"):
                 await client.call("any", None, int)
-        await client.aclose()
 
     run(scenario())
 
@@ -221,8 +220,8 @@ def test_a_loop_that_slept_through_the_lease_blames_nobody(endpoint):
     async def scenario():
         async with make_server(endpoint, config) as server, make_client(endpoint, config) as client:
             for _ in range(3):
-                client.peer._send_beat()
-                server.peers[0]._send_beat()
+                client.peer.transport.send_beat()
+                server.peers[0].transport.send_beat()
                 time.sleep(0.15)
                 await asyncio.sleep(0.03)
             assert client.is_connected
@@ -276,7 +275,7 @@ def check_silence_is_loss(clock, peer, num_looks):
     for _ in range(num_looks):
         assert not peer.is_lost
         clock.advance(20.5)
-        peer._check_lease()
+        peer.transport.check_lease()
     assert peer.is_lost
 
 
@@ -284,7 +283,7 @@ def test_what_has_arrived_counts_as_heard_before_the_lease_is_judged(endpoint, r
     def play(clock, server, raw, peer):
         beat(server, raw)
         clock.advance(61.0)
-        peer._check_lease()  # As the timer does when the loop wakes after a minute's sleep.
+        peer.transport.check_lease()  # As the timer does when the loop wakes after a minute.
         check_silence_is_loss(clock, peer, 3)
 
     judge_by_hand(endpoint, raw_client, play)
@@ -296,7 +295,7 @@ def test_a_machine_that_stood_still_loses_nobody(endpoint, raw_client):
     def play(clock, server, raw, peer):
         for _ in range(2):
             clock.advance(3600.0)
-            peer._check_lease()
+            peer.transport.check_lease()
             assert not peer.is_lost
             beat(server, raw)
             server._pump.drain()

@@ -4,31 +4,20 @@ compatibility.
 
 import secrets
 from collections.abc import Callable
-from typing import TypeVar
 
 from tandem.core.errors import ConflictError, InternalError, TandemError
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.window import count_window
-from tandem.rpc.wire.frames import (
-    MIN_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
-    Hello,
-    Identity,
-    LaneOffer,
-    Limits,
-    Welcome,
-)
+from tandem.rpc.wire.frames import Identity, Limits
 
 __all__ = [
     "CompatCheck",
     "check_compat_equal",
-    "make_greeting",
     "make_identity",
     "make_limits",
     "run_compat_check",
 ]
 
-G = TypeVar("G", Hello, Welcome)
 CompatCheck = Callable[[Identity, Identity], None]
 """``check(theirs, ours)`` raises a ``TandemError`` to refuse a peer. Both sides run it."""
 
@@ -74,16 +63,6 @@ def make_limits(config: RpcConfig) -> Limits:
         window_messages=count_window(config),
         window_bytes=config.max_pending_bytes,
     )
-
-
-def make_greeting(
-    kind: type[G], epoch: int, identity: Identity, config: RpcConfig, lane: LaneOffer | None
-) -> G:
-    """Return this side's first message of a session: a ``Hello`` of a client, a ``Welcome`` of a
-    server, as ``kind`` says.
-    """
-    limits = make_limits(config)
-    return kind(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, epoch, identity, limits, lane=lane)
 
 
 def run_compat_check(check: CompatCheck, theirs: Identity, ours: Identity) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -25,11 +25,10 @@ from tandem.core.errors import (
     TandemError,
     UnsupportedError,
 )
-from tandem.rpc.counters import RpcCounters
 from tandem.rpc.lane import LaneRequest
-from tandem.rpc.methods import Kept, Method, MethodTable
-from tandem.rpc.outgoing import Wire
-from tandem.rpc.wire.frames import Call, Fault, Reply, as_body, decode_body, make_fault
+from tandem.rpc.methods import Kept, Method
+from tandem.rpc.transport import PeerContext, Transport
+from tandem.rpc.wire.frames import Call, Reply, as_body, decode_body, make_fault
 
 __all__ = ["IncomingCalls"]
 
@@ -52,44 +51,25 @@ class _Running:
     timer: asyncio.TimerHandle
 
 
-class Caller(Protocol):
-    """The peer (the other process of the session) that makes the calls."""
-
-    @property
-    def name(self) -> str:
-        """The name by which the peer introduced itself."""
-        ...
-
-
 class IncomingCalls:
     """The running and held-back calls of one peer.
 
     Args:
         peer: passed to the handlers.
-        methods: the methods that can be called.
-        wire: sends frames in the session.
+        context: the methods that can be called, and the endpoint's counters.
+        transport: sends the answers.
         max_calls: limit of live handlers; more calls are refused. A handler that ignores its
             cancellation is still live.
-        max_lane_bytes: limit of an answer by the lane.
-        counters: the endpoint's counters.
     """
 
     def __init__(
-        self,
-        peer: Caller,
-        methods: MethodTable,
-        wire: Wire,
-        *,
-        max_calls: int,
-        max_lane_bytes: int,
-        counters: RpcCounters,
+        self, peer: object, context: PeerContext, transport: Transport, max_calls: int
     ) -> None:
         self._peer = peer
-        self._methods = methods
-        self._wire = wire
+        self._methods = context.methods
+        self._counters = context.counters
+        self._transport = transport
         self._max_calls = max_calls
-        self._max_lane_bytes = max_lane_bytes
-        self._counters = counters
         self._loop = asyncio.get_running_loop()
         self._open: dict[int, _Running] = {}
         self._alive: set[asyncio.Task[None]] = set()
@@ -138,20 +118,20 @@ class IncomingCalls:
         From now on calls come by the socket only, which keeps their order.
         """
         self._is_lane_over = True
-        self._begin_held()
+        while self._held:
+            number = min(self._held)
+            self._begin(number, self._held.pop(number))
 
     def _begin_held(self) -> None:
         """Begin the calls that were held back, in the order of their numbers, up to the first
         number that may still come.
         """
-        while self._held:
-            number = min(self._held) if self._is_lane_over else self._last_number + 1
-            if number not in self._held:
-                return
-            self._last_number = max(self._last_number, number)
-            arrival = self._held.pop(number)
-            if arrival is None:
-                continue
+        while (number := self._last_number + 1) in self._held:
+            self._begin(number, self._held.pop(number))
+
+    def _begin(self, number: int, arrival: Arrival | None) -> None:
+        self._last_number = number
+        if arrival is not None:
             call, request = arrival
             if request is not None and self._is_lane_over:
                 _refuse_ended(request)
@@ -170,17 +150,15 @@ class IncomingCalls:
         self._counters.calls_started += 1
         work: Coroutine[Any, Any, Any] | None = None
         is_kept = False
-        if method.is_async:
-            work = method.handler(self._peer, argument)
-        elif not self._unbegun:
+        if method.is_async or not self._unbegun:
             try:
                 response: Any = method.handler(self._peer, argument)
             except Exception as error:  # noqa: BLE001 - the edge of the process: answered
-                self._answer_error(call, request, error)
+                self._refuse(call, request, error)
                 return
             if isinstance(response, Kept):
                 work, is_kept = response.work, True
-            elif asyncio.iscoroutine(response):
+            elif method.is_async or asyncio.iscoroutine(response):
                 work = response
             else:
                 self._answer(call, request, response)
@@ -263,7 +241,7 @@ class IncomingCalls:
                 self._refuse(call, request, error)
         except Exception as error:  # noqa: BLE001 - the edge of the process: logged and answered
             if self._close(call_id):
-                self._answer_error(call, request, error)
+                self._refuse(call, request, error)
         else:
             if self._close(call_id):
                 self._answer(call, request, response)
@@ -305,46 +283,30 @@ class IncomingCalls:
 
     def _answer(self, call: Call, request: LaneRequest | None, response: Any) -> None:
         try:
-            self._send(Reply(call.call_id, as_body(response)), request)
+            self._transport.answer(Reply(call.call_id, as_body(response)), request)
         except ConfigError as error:
             # The response cannot be encoded: an error of the handler and not of the caller.
             what = f"the answer of {call.method!r} cannot be sent: {error.what}"
-            self._answer_error(call, request, InternalError("rpc.call", what))
+            self._refuse(call, request, InternalError("rpc.call", what))
         except TandemError as error:
             self._refuse(call, request, error)
 
-    def _answer_error(self, call: Call, request: LaneRequest | None, error: Exception) -> None:
+    def _refuse(self, call: Call, request: LaneRequest | None, error: Exception) -> None:
         if not isinstance(error, TandemError):
-            method, peer = call.method, self._peer.name
+            method, peer = call.method, self._transport.name
             logger.error("event=handler_failed method=%s peer=%s", method, peer, exc_info=error)
             error = InternalError(
                 "rpc.call",
                 f"{method!r} failed with {type(error).__name__}: the log of the serving side has "
                 "the trace",
             )
-        self._refuse(call, request, error)
-
-    def _refuse(self, call: Call, request: LaneRequest | None, error: TandemError) -> None:
         self._counters.calls_failed += 1
         try:
-            self._send(make_fault(call.call_id, error), request)
+            self._transport.answer(make_fault(call.call_id, error), request)
         except TandemError as unsent:
             # The error cannot be sent as an answer because the peer is lost or about to be; its own
             # side ends the call.
-            logger.debug("event=fault_unsent peer=%s reason=%s", self._peer.name, unsent)
-
-    def _send(self, frame: Reply | Fault, request: LaneRequest | None) -> None:
-        """Send an answer by the channel of its call: the lane if there is a ``request``, else the
-        socket. An answer too long for the lane goes by the socket.
-        """
-        if request is None:
-            self._wire.send(frame)
-            return
-        data = self._wire.encode(frame)
-        if len(data) > self._max_lane_bytes:
-            self._wire.send(frame)
-            data = b""
-        request.reply(data)
+            logger.debug("event=fault_unsent peer=%s reason=%s", self._transport.name, unsent)
 
 
 def _refuse_ended(request: LaneRequest | None) -> None:

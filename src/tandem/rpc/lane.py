@@ -29,8 +29,10 @@ class LaneAnswer(Protocol):
     """
 
     def wait(self, deadline_s: float) -> bytes:
-        """Wait for the answer, for ``deadline_s`` at most. Raises: as ``Lane.begin``, and
-        DeadlineError.
+        """Wait for the answer, for ``deadline_s`` at most.
+
+        Raises: DeadlineError; any other TandemError if the lane (a channel beside a session's
+            socket) is lost.
         """
         ...
 
@@ -49,15 +51,17 @@ class Lane(Protocol):
         ...
 
     def begin(self, request: bytes) -> LaneAnswer:
-        """Send a request, from any thread. Raises: PeerLostError (the lane is lost);
-        CapacityError.
+        """Send a request, from any thread.
+
+        Raises: CapacityError if nothing was sent; any other TandemError if the lane (this channel
+            beside the socket) is lost.
         """
         ...
 
     def begin_async(self, request: bytes, timeout_s: float) -> Awaitable[bytes]:
         """Send a request from the event loop, and return an awaitable of the answer.
 
-        Raises: as ``begin``, at once; the awaitable raises PeerLostError and DeadlineError.
+        Raises: as ``begin``, at once; the awaitable as ``LaneAnswer.wait``.
         """
         ...
 

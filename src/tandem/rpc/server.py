@@ -16,27 +16,16 @@ from tandem.core.errors import (
     PeerLostError,
     TandemError,
 )
-from tandem.rpc.handshake import make_greeting, run_compat_check
+from tandem.rpc.handshake import run_compat_check
 from tandem.rpc.methods import Handler
 from tandem.rpc.peer import Peer
 from tandem.rpc.side import RpcSide, SideOptions
+from tandem.rpc.transport import Connection
 from tandem.rpc.trust.gate import CurveGate
 from tandem.rpc.trust.runtime_dir import check_socket_free, secure_socket_file
-from tandem.rpc.wire.frames import (
-    Bye,
-    Hello,
-    Welcome,
-    decode_greeting,
-    encode_frame,
-)
+from tandem.rpc.wire.frames import Bye, Hello, Welcome, decode_greeting
 from tandem.rpc.wire.pump import SocketPump
-from tandem.rpc.wire.sockets import (
-    Connection,
-    SocketMonitor,
-    end_context,
-    open_socket,
-    receive_frame,
-)
+from tandem.rpc.wire.sockets import NOBLOCK, SocketMonitor, drop_rest, end_context, open_socket
 
 __all__ = ["RpcServer"]
 
@@ -62,21 +51,9 @@ class RpcServer(RpcSide):
         super().__init__(endpoint, **options)
         self._peers: dict[bytes, Peer] = {}
         self._by_descriptor: dict[int, bytes] = {}
-        self._open = contextlib.ExitStack()
-        self._is_open = False
+        self._opened: contextlib.ExitStack | None = None
+        """Closes the sockets; None while the server is not open."""
         self._bound_url = ""
-
-    # The methods below register the handlers of methods, before the server is opened.
-
-    def register(
-        self,
-        name: str,
-        handler: Handler[Req, Res],
-        request_type: type[Req],
-        response_type: type[Res],
-    ) -> None:
-        """Register the handler of a method; see ``MethodTable.register``."""
-        self._methods.register(name, handler, request_type, response_type)
 
     def method(
         self, name: str, request_type: type[Req], response_type: type[Res]
@@ -114,7 +91,7 @@ class RpcServer(RpcSide):
         Raises: PermissionDeniedError or ConfigError if ``auth`` does not fit the endpoint;
             ConflictError if the address is served already.
         """
-        if self._is_open:
+        if self._opened is not None:
             raise ConflictError("rpc.bind", f"{self.endpoint} is open already")
         self.auth.check_bind(self.address)
         if self.address.path is not None:
@@ -123,20 +100,19 @@ class RpcServer(RpcSide):
         try:
             with contextlib.ExitStack() as opening:
                 self._open_sockets(opening)
-                self._open = opening.pop_all()
+                self._opened = opening.pop_all()
         except BaseException:
             self._context.term()
             raise
-        self._is_open = True
         logger.info("event=rpc_bound endpoint=%s auth=%r", self.endpoint, self.auth)
 
     async def aclose(self) -> None:
         """End all sessions and free the address, within ``linger_ms``. May be repeated."""
-        if not self._is_open:
+        opened, self._opened = self._opened, None
+        if opened is None:
             return
-        self._is_open = False
         self.end_sessions(PeerLostError("rpc.close", f"{self.identity.name} is stopping"))
-        self._open.close()
+        opened.close()
         if self.address.path is not None:
             self.address.path.unlink(missing_ok=True)
         await end_context(self._context)
@@ -145,7 +121,7 @@ class RpcServer(RpcSide):
     def end_sessions(self, reason: TandemError) -> None:
         """End all sessions and tell the clients why. New sessions are still admitted."""
         for peer in self.peers:
-            peer.lose(reason, tell=True)
+            peer.transport.lose(reason, tell=True)
 
     def _open_sockets(self, opening: contextlib.ExitStack) -> None:
         if self.auth.uses_curve:
@@ -181,24 +157,20 @@ class RpcServer(RpcSide):
     # The methods below receive messages, and admit or refuse new clients.
 
     def _receive(self) -> None:
-        routing_id = self._socket.recv(zmq.NOBLOCK)
+        routing_id = self._socket.recv(NOBLOCK)
         peer = self._peers.get(routing_id)
-        descriptor = NO_DESCRIPTOR
         if peer is not None:
-            data = receive_frame(self._socket)
+            data, descriptor = self._socket.recv(NOBLOCK), NO_DESCRIPTOR
         else:
             # Read a hello (a client's first message) as a frame object, which alone has the
             # connection's descriptor.
-            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            frame = self._socket.recv(NOBLOCK, copy=False)
             data, descriptor = frame.bytes, _find_descriptor(frame)
-            while self._socket.getsockopt(zmq.RCVMORE):
-                self._socket.recv(zmq.NOBLOCK)
-                data = None
-        if data is None:
+        if drop_rest(self._socket):
             self.counters.malformed_frames += 1
             logger.warning("event=frame_refused reason=message of several parts")
         elif peer is not None:
-            peer.receive(data)
+            peer.transport.receive(data)
         else:
             self._greet(routing_id, data, descriptor)
 
@@ -235,7 +207,7 @@ class RpcServer(RpcSide):
                     field="epoch",
                 )
             error = PeerLostError("rpc.session", f"{peer.name} has connected anew")
-            peer.lose(error, tell=True)
+            peer.transport.lose(error, tell=True)
         if len(self._peers) >= self._config.max_peers:
             raise CapacityError(
                 "rpc.handshake", f"{len(self._peers)} clients are connected, the limit"
@@ -248,27 +220,23 @@ class RpcServer(RpcSide):
         elif not isinstance(error, PeerLostError):
             self.counters.handshakes_refused += 1
         logger.warning("event=client_refused reason=%s", error)
-        self._open_transport(routing_id, "client", NO_DESCRIPTOR).say_bye(error)
+        self._open_connection(routing_id, "client", NO_DESCRIPTOR).say_bye(error)
 
     def _admit(self, routing_id: bytes, hello: Hello, descriptor: int) -> None:
-        transport = self._open_transport(routing_id, hello.identity.name, descriptor)
-        lanes = self.peer_context.lanes
-        our_lane = None if lanes is None else lanes.offer()
-        welcome = make_greeting(Welcome, hello.epoch, self.identity, self._config, our_lane)
+        connection = self._open_connection(routing_id, hello.identity.name, descriptor)
         try:
-            transport.transmit(encode_frame(welcome))
+            connection.greet(Welcome, hello.epoch, self.identity, self.peer_context)
         except TandemError as error:
             logger.debug("event=client_gone peer=%s reason=%s", hello.identity.name, error)
-            if lanes is not None:
-                lanes.withdraw(our_lane)
+            connection.close()
             return
-        peer = Peer(hello, transport, self.peer_context, our_lane=our_lane, on_lost=self._note_lost)
+        peer = Peer(hello, connection, self.peer_context, self.note_lost)
         self._peers[routing_id] = peer
         if descriptor != NO_DESCRIPTOR:
             self._by_descriptor[descriptor] = routing_id
-        self._note_joined(peer)
+        self.note_joined(peer)
 
-    def _open_transport(self, routing_id: bytes, name: str, descriptor: int) -> Connection:
+    def _open_connection(self, routing_id: bytes, name: str, descriptor: int) -> Connection:
         def close() -> None:
             self._peers.pop(routing_id, None)
             if self._by_descriptor.get(descriptor) == routing_id:
@@ -290,7 +258,7 @@ class RpcServer(RpcSide):
         peer = self._peers.get(routing_id)
         if peer is not None:
             error = PeerLostError("rpc.session", f"connection to {peer.name} is gone")
-            peer.lose(error, tell=False)
+            peer.transport.lose(error, tell=False)
 
     def _shed(self, descriptor: int) -> None:
         """Close a connection that takes one of the last file descriptors. Its client retries."""

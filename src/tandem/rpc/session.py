@@ -1,7 +1,6 @@
 """One attempt of a client to open a session, and the session if it succeeds."""
 
 import asyncio
-from collections.abc import Callable
 
 import zmq
 
@@ -13,23 +12,15 @@ from tandem.core.errors import (
     TandemError,
     make_error,
 )
-from tandem.rpc.handshake import make_greeting, run_compat_check
+from tandem.rpc.handshake import run_compat_check
 from tandem.rpc.peer import Peer
 from tandem.rpc.side import RpcSide
-from tandem.rpc.wire.frames import (
-    Bye,
-    Hello,
-    LaneOffer,
-    Welcome,
-    decode_greeting,
-    encode_frame,
-)
+from tandem.rpc.transport import Connection
+from tandem.rpc.wire.frames import Bye, Hello, Welcome, decode_greeting
 from tandem.rpc.wire.pump import SocketPump
-from tandem.rpc.wire.sockets import Connection, SocketMonitor, open_socket, receive_frame
+from tandem.rpc.wire.sockets import NOBLOCK, SocketMonitor, drop_rest, open_socket
 
 __all__ = ["ClientSession", "HandshakeDroppedError"]
-
-LossCallback = Callable[[Peer, TandemError], None]
 
 
 class HandshakeDroppedError(PermissionDeniedError):
@@ -42,35 +33,23 @@ class ClientSession:
     """The client's end of one connection: one socket, one handshake, at most one peer.
 
     Args:
-        side: the client.
+        side: the client, which is told of the session when it begins, before any of its messages is
+            delivered, and when it has ended.
         context: ZeroMQ's context; borrowed.
         epoch: number of this session, from 1.
-        on_open: called once when the session begins, before any of its messages is delivered.
-        on_lost: called once when the session has ended, if it had begun.
     """
 
-    def __init__(
-        self,
-        side: RpcSide,
-        context: zmq.Context[zmq.Socket[bytes]],
-        epoch: int,
-        *,
-        on_open: Callable[[Peer], None],
-        on_lost: LossCallback,
-    ) -> None:
+    def __init__(self, side: RpcSide, context: zmq.Context[zmq.Socket[bytes]], epoch: int) -> None:
         self._side = side
         self._url = side.address.url
         self._epoch = epoch
-        self._on_open = on_open
-        self._on_lost = on_lost
         self._peer: Peer | None = None
-        self._our_lane: LaneOffer | None = None
         self._greeted: asyncio.Future[Peer] = asyncio.get_running_loop().create_future()
         self._socket = open_socket(context, zmq.DEALER, side.peer_context.config)
         side.auth.secure_client(self._socket)
         self._monitor = SocketMonitor(self._socket, self._note_connection, int(zmq.EVENT_ALL))
         self._pump = SocketPump(self._socket, self._receive)
-        self._transport = Connection(self._socket, self._pump, self._url, on_close=self._close)
+        self._connection = Connection(self._socket, self._pump, self._url, on_close=self._release)
 
     async def open(self, timeout_s: float) -> Peer:
         """Connect and shake hands. Closes the session if that fails.
@@ -84,11 +63,11 @@ class ClientSession:
             await asyncio.wait((self._greeted,), timeout=timeout_s)
             if not self._greeted.done():
                 what = f"{self._url} did not shake hands within {timeout_s:g} s"
-                self._greeted.set_exception(DeadlineError("rpc.connect", what))
+                raise DeadlineError("rpc.connect", what)  # noqa: TRY301
             return self._greeted.result()
         except BaseException:
             if self._peer is None:
-                self._close()
+                self._connection.close()
             raise
 
     def _say_hello(self) -> None:
@@ -96,12 +75,8 @@ class ClientSession:
             self._socket.connect(self._url)
         except zmq.ZMQError as error:
             raise PeerLostError("rpc.connect", f"no way to {self._url}: {error}") from None
-        context = self._side.peer_context
-        self._our_lane = None if context.lanes is None else context.lanes.offer()
-        hello = make_greeting(
-            Hello, self._epoch, self._side.identity, context.config, self._our_lane
-        )
-        self._transport.transmit(encode_frame(hello))
+        side = self._side
+        self._connection.greet(Hello, self._epoch, side.identity, side.peer_context)
 
     def end(self, error: TandemError, *, tell: bool) -> None:
         """End the session or the attempt because of ``error``. ``tell`` sends the reason to the
@@ -110,33 +85,28 @@ class ClientSession:
         May be repeated.
         """
         if self._peer is not None:
-            self._peer.lose(error, tell=tell)
+            self._peer.transport.lose(error, tell=tell)
         elif not self._socket.closed:
             if tell:
-                self._transport.say_bye(error)
+                self._connection.say_bye(error)
             if not self._greeted.done():
                 self._greeted.set_exception(error)
                 self._greeted.exception()  # Mark it as retrieved: the waiter may be gone.
-            self._close()
+            self._connection.close()
 
-    def _close(self) -> None:
-        """Close the socket and withdraw the lane offer, so that no call comes beside the socket any
-        more. May be repeated.
-        """
+    def _release(self) -> None:
         if not self._socket.closed:
-            if self._side.peer_context.lanes is not None:
-                self._side.peer_context.lanes.withdraw(self._our_lane)
             self._greeted.cancel()
             self._pump.close()
             self._monitor.close()
             self._socket.close()
 
     def _receive(self) -> None:
-        data = receive_frame(self._socket)
-        if data is None:
+        data = self._socket.recv(NOBLOCK)
+        if drop_rest(self._socket):
             self._side.counters.malformed_frames += 1
         elif self._peer is not None:
-            self._peer.receive(data)
+            self._peer.transport.receive(data)
         else:
             try:
                 self._peer = self._shake_hands(data)
@@ -146,7 +116,7 @@ class ClientSession:
                 return
             if not self._greeted.done():
                 self._greeted.set_result(self._peer)
-            self._on_open(self._peer)
+            self._side.note_joined(self._peer)
 
     def _shake_hands(self, data: bytes) -> Peer:
         greeting = decode_greeting(data)
@@ -158,13 +128,7 @@ class ClientSession:
             )
         side = self._side
         run_compat_check(side.check_compat, greeting.identity, side.identity)
-        return Peer(
-            greeting,
-            self._transport,
-            side.peer_context,
-            our_lane=self._our_lane,
-            on_lost=self._on_lost,
-        )
+        return Peer(greeting, self._connection, side.peer_context, side.note_lost)
 
     def _note_connection(self, event: int, value: int) -> None:
         error = self._describe(event, value)

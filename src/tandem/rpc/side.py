@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, Required, TypedDict, Unpack
+from typing import Required, TypedDict, Unpack
 
 from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import TandemError
@@ -10,8 +10,9 @@ from tandem.rpc.config import RpcConfig
 from tandem.rpc.counters import RpcCounters
 from tandem.rpc.handshake import CompatCheck, check_compat_equal
 from tandem.rpc.lane import LaneRouter
-from tandem.rpc.methods import EventCallback, MethodTable
-from tandem.rpc.peer import Peer, PeerContext
+from tandem.rpc.methods import MethodTable
+from tandem.rpc.peer import Peer
+from tandem.rpc.transport import PeerContext
 from tandem.rpc.trust.auth import Auth
 from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.rpc.wire.frames import Identity
@@ -64,14 +65,14 @@ class RpcSide:
             MonotonicClock() if clock is None else clock,
             options.get("lanes"),
         )
-        self._on_peer: Callable[[Peer], None] | None = None
-        self._on_peer_lost: Callable[[Peer, TandemError], None] | None = None
-
-    def on_event(self, callback: EventCallback, event_type: Any) -> None:
-        """Pass the events (one-way messages) of all peers to ``callback``; see
+        self.register = self._methods.register
+        """Registers the handler of a method that peers may call; see ``MethodTable.register``."""
+        self.on_event = self._methods.listen
+        """Passes the events (one-way messages) of all peers to a callback; see
         ``MethodTable.listen``.
         """
-        self._methods.listen(callback, event_type)
+        self._on_peer: Callable[[Peer], None] | None = None
+        self._on_peer_lost: Callable[[Peer, TandemError], None] | None = None
 
     def on_peer(self, callback: Callable[[Peer], None]) -> None:
         """Have ``callback(peer)`` called whenever a session with another process begins."""
@@ -81,7 +82,8 @@ class RpcSide:
         """Have ``callback(peer, error)`` called once when a session ends, by either side."""
         self._on_peer_lost = callback
 
-    def _note_joined(self, peer: Peer) -> None:
+    def note_joined(self, peer: Peer) -> None:
+        """Count and report that a session has begun."""
         self.counters.peers_joined += 1
         logger.info(
             "event=peer_joined peer=%s id=%s epoch=%d", peer.name, peer.instance_id, peer.epoch
@@ -89,7 +91,8 @@ class RpcSide:
         if self._on_peer is not None:
             self._tell(self._on_peer, peer)
 
-    def _note_lost(self, peer: Peer, error: TandemError) -> None:
+    def note_lost(self, peer: Peer, error: TandemError) -> None:
+        """Count and report that a session has ended because of ``error``."""
         self.counters.peers_lost += 1
         logger.info("event=peer_lost peer=%s id=%s reason=%s", peer.name, peer.instance_id, error)
         if self._on_peer_lost is not None:

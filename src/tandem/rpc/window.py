@@ -86,15 +86,6 @@ class ReadLedger:
         window_bytes: the sender's window in bytes.
     """
 
-    __slots__ = (
-        "_told_bytes",
-        "_told_messages",
-        "bytes",
-        "every_bytes",
-        "every_messages",
-        "messages",
-    )
-
     def __init__(self, window_messages: int, window_bytes: int) -> None:
         self.every_messages = max(1, window_messages // 4)
         self.every_bytes = max(1, window_bytes // 4)

@@ -44,9 +44,7 @@ class ClientPort(Protocol):
 
 
 class MasterChannel(Protocol):
-    """A client's channel to the master, which reconnects after a restart of the master: the part of
-    ``rpc.RpcClient`` that the store uses.
-    """
+    """A client's channel to the master, which finds the master again after a restart."""
 
     async def call(
         self,

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 
-from tandem.core.errors import CapacityError, DeadlineError, PeerLostError, TandemError
+from tandem.core.errors import TandemError
 from tandem.rpc.lane import LaneRequest
-from tandem.transfer.calls import MAX_CALL_BYTES, AwaitedCall, Call, PendingCall
+from tandem.transfer.calls import MAX_CALL_BYTES, Call, PendingCall
 from tandem.transfer.engine import TransferEngine
 from tandem.transfer.segment import Segment
 
@@ -16,7 +16,7 @@ __all__ = ["EngineLanes"]
 
 
 class EngineLanes:
-    """The ``rpc.Lanes`` (channels for RPC calls beside the sockets) of an engine, which is
+    """The ``rpc.lane.Lanes`` (channels for RPC calls beside the sockets) of an engine, which is
     borrowed. Made on the event loop that uses them.
     """
 
@@ -58,7 +58,7 @@ class EngineLanes:
 
 
 class _EngineLane:
-    """An ``rpc.Lane`` (a channel for RPC calls beside the socket) to one peer of the transfer
+    """An ``rpc.lane.Lane`` (a channel for RPC calls beside the socket) to one peer of the transfer
     engine.
     """
 
@@ -68,55 +68,16 @@ class _EngineLane:
         self._engine = engine
         self._segment = segment
 
-    def begin(self, request: bytes) -> "_LaneAnswer":
-        try:
-            return _LaneAnswer(self._engine.begin_call(self._segment, request))
-        except TandemError as error:
-            raise _describe(error) from None
+    def begin(self, request: bytes) -> PendingCall:
+        return self._engine.begin_call(self._segment, request)
 
     def begin_async(self, request: bytes, timeout_s: float) -> Awaitable[bytes]:
-        try:
-            begun = self._engine.begin_call_async(self._segment, request, deadline_s=timeout_s)
-        except TandemError as error:
-            raise _describe(error) from None
-        return _wait(begun)
+        begun = self._engine.begin_call_async(self._segment, request, deadline_s=timeout_s)
+        return begun.wait()
 
     def close(self) -> None:
         with contextlib.suppress(TandemError):  # Gone already.
             self._segment.close()
-
-
-class _LaneAnswer:
-    """The answer to a request by a lane (a channel beside an RPC socket), for a thread that
-    waits.
-    """
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: PendingCall) -> None:
-        self._call = call
-
-    def wait(self, deadline_s: float) -> bytes:
-        try:
-            return self._call.wait(deadline_s)
-        except TandemError as error:
-            raise _describe(error) from None
-
-
-async def _wait(begun: AwaitedCall) -> bytes:
-    try:
-        return await begun.wait()
-    except TandemError as error:
-        raise _describe(error) from None
-
-
-def _describe(error: TandemError) -> TandemError:
-    """Return the error that the user of a lane (a channel beside an RPC socket) gets for the
-    engine's ``error``. All errors but lateness and lack of capacity mean that the lane is lost.
-    """
-    if isinstance(error, DeadlineError | CapacityError | PeerLostError):
-        return error
-    return PeerLostError(error.where, error.what)
 
 
 def _close_unwanted(opening: "asyncio.Future[Segment]") -> None:

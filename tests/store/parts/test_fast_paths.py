@@ -24,7 +24,7 @@ from tandem.core.errors import (
     ShapeError,
     TandemError,
 )
-from tandem.rpc import make_runtime_dir
+from tandem.rpc import make_runtime_dir, outgoing
 from tandem.store import (
     ClientService,
     HostService,
@@ -255,7 +255,7 @@ def test_a_client_goes_on_when_its_lane_breaks(tmp_path, is_polling):
                 await client.put("key", b"value")
                 assert await client.get("key") == b"value"
                 assert master.elected.counters.hits == 1
-                peer._outgoing._lane.close()
+                peer.transport.lane.close()
                 assert await client.get("key") == b"value"
                 assert not peer.has_lane
                 assert not peer.is_lost
@@ -352,7 +352,7 @@ class _NoLane:
 
 def test_a_loop_that_hangs_holds_up_no_thread_of_a_blocking_client(monkeypatch):
     """Each thread keeps the deadline of its call by itself; a watchdog ends the test else."""
-    monkeypatch.setattr(blocking, "LOOP_GRACE_S", 0.05)
+    monkeypatch.setattr(outgoing, "LOOP_GRACE_S", 0.05)
     channel = _NoLane()
     config = StoreConfig(deadline_ms=100)
     calls = MasterCalls(channel, clock=MonotonicClock(), config=config, machine="")

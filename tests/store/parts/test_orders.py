@@ -143,7 +143,7 @@ def test_orders_go_on_when_the_lane_to_a_host_breaks(tmp_path, is_polling):
                 await peer.call("wipe", other, Ack, timeout_s=5)
             assert host.host._last_number == number
             # The session goes on without it.
-            peer._outgoing._lane.close()
+            peer.transport.lane.close()
             answers = []
             for _ in range(3):
                 try:

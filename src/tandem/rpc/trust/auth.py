@@ -116,18 +116,16 @@ class Auth:
 
         Raises: PermissionDeniedError for TCP without a secret, or a folder that others can enter.
         """
-        if endpoint.path is not None:
-            self._check_is_local(endpoint)
-            made = make_runtime_dir(endpoint.path.parent)
-            if made != endpoint.path.parent:
-                raise ConfigError(
-                    "rpc.bind",
-                    f"{endpoint.path.parent} leaves too little room for a socket name: take the "
-                    "folder from make_runtime_dir()",
-                    field="endpoint",
-                )
-        elif not self.uses_curve:
-            raise _refuse_open_tcp(endpoint)
+        self._check_fits(endpoint)
+        if endpoint.path is not None and (
+            make_runtime_dir(endpoint.path.parent) != endpoint.path.parent
+        ):
+            raise ConfigError(
+                "rpc.bind",
+                f"{endpoint.path.parent} leaves too little room for a socket name: take the "
+                "folder from make_runtime_dir()",
+                field="endpoint",
+            )
 
     def check_connect(self, endpoint: Endpoint) -> None:
         """Check that a client may connect to ``endpoint``.
@@ -135,11 +133,9 @@ class Auth:
         Raises: PermissionDeniedError as ``check_bind``; NotFoundError if the folder of the Unix
             socket does not exist; ConfigError if the port is missing.
         """
+        self._check_fits(endpoint)
         if endpoint.path is not None:
-            self._check_is_local(endpoint)
             check_runtime_dir(endpoint.path.parent)
-        elif not self.uses_curve:
-            raise _refuse_open_tcp(endpoint)
         elif endpoint.port == 0:
             raise ConfigError(
                 "rpc.connect", f"{endpoint.url!r} names no port to connect to", field="endpoint"
@@ -163,8 +159,10 @@ class Auth:
             socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._client_secret_key))
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public_key)
 
-    def _check_is_local(self, endpoint: Endpoint) -> None:
-        if self.uses_curve:
+    def _check_fits(self, endpoint: Endpoint) -> None:
+        if not endpoint.is_local_socket and not self.uses_curve:
+            raise _refuse_open_tcp(endpoint)
+        if endpoint.is_local_socket and self.uses_curve:
             raise ConfigError(
                 "rpc.auth",
                 f"{endpoint.url!r} is a Unix socket, protected by its folder: use Auth.local()",

@@ -32,7 +32,6 @@ __all__ = [
     "Reply",
     "Welcome",
     "as_body",
-    "check_versions",
     "decode_body",
     "decode_frame",
     "decode_greeting",
@@ -247,18 +246,19 @@ def decode_greeting(data: bytes) -> Frame:
         CorruptionError as ``decode_frame``.
     """
     try:
-        frame = decode_frame(data)
-    except CorruptionError:
-        try:
-            opening = _OPENING_DECODER.decode(data)
-        except DECODE_ERRORS:
-            opening = None
-        if opening is not None and opening.tag in _GREETING_TAGS:
-            check_versions(opening.protocol, opening.min_protocol)
-        raise
-    if isinstance(frame, Hello | Welcome):
-        check_versions(frame.protocol, frame.min_protocol)
-    return frame
+        opening = _OPENING_DECODER.decode(data)
+    except DECODE_ERRORS:
+        return decode_frame(data)
+    if opening.tag in _GREETING_TAGS and (
+        opening.protocol < MIN_PROTOCOL_VERSION or opening.min_protocol > PROTOCOL_VERSION
+    ):
+        raise UnsupportedError(
+            "rpc.handshake",
+            f"no common protocol version: theirs {opening.min_protocol} to {opening.protocol}, "
+            f"ours {MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}: upgrade the older side",
+            field="protocol",
+        )
+    return decode_frame(data)
 
 
 def decode_body(decoder: msgspec.msgpack.Decoder[T], body: Raw) -> T:
@@ -272,28 +272,10 @@ def decode_body(decoder: msgspec.msgpack.Decoder[T], body: Raw) -> T:
         raise msgspec.DecodeError(str(error)) from None
 
 
-def check_versions(protocol: int, min_protocol: int) -> None:
-    """Refuse a peer that has no protocol version in common with this side.
-
-    Raises: UnsupportedError.
-    """
-    if protocol < MIN_PROTOCOL_VERSION or min_protocol > PROTOCOL_VERSION:
-        raise UnsupportedError(
-            "rpc.handshake",
-            f"no common protocol version: theirs {min_protocol} to {protocol}, ours "
-            f"{MIN_PROTOCOL_VERSION} to {PROTOCOL_VERSION}: upgrade the older side",
-            field="protocol",
-        )
-
-
-def make_bye(error: TandemError | None) -> Bye:
-    """Return the frame that ends a session because of ``error``; None for a plain close."""
-    if error is None:
-        return Bye(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, "", "", "", None)
-    fault = make_fault(0, error)
-    return Bye(
-        PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, fault.code, fault.where, fault.what, fault.field
-    )
+def make_bye(error: TandemError) -> Bye:
+    """Return the frame that ends a session because of ``error``."""
+    _, *told = msgspec.structs.astuple(make_fault(0, error))
+    return Bye(PROTOCOL_VERSION, MIN_PROTOCOL_VERSION, *told)
 
 
 def make_fault(call_id: int, error: TandemError) -> Fault:

@@ -1,23 +1,20 @@
 """ZeroMQ sockets of the control channel, with the options that limit them, and their monitor."""
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tandem.core.errors import CapacityError, PeerLostError, TandemError, UnsentError
 from tandem.rpc.config import RpcConfig
 from tandem.rpc.window import count_window
-from tandem.rpc.wire.frames import encode_frame, make_bye
 from tandem.rpc.wire.pump import SocketPump
 
-__all__ = ["Connection", "SocketMonitor", "end_context", "open_socket", "receive_frame"]
+__all__ = ["NOBLOCK", "SocketMonitor", "drop_rest", "end_context", "open_socket"]
 
-# zmq's flags as plain integers, because ``|`` on its enum members builds a new object on every use.
-MORE = int(zmq.SNDMORE | zmq.NOBLOCK)
-LAST = int(zmq.NOBLOCK)
+# zmq's flags as plain integers, which cost less to pass than the members of its enums.
+NOBLOCK = int(zmq.NOBLOCK)
+RCVMORE = int(zmq.RCVMORE)
 
 FRAME_SLACK_BYTES = 4096
 """Bytes over the message limit that are still read, so that the message is refused with an error.
@@ -65,69 +62,15 @@ def open_socket(
     return socket
 
 
-def receive_frame(socket: zmq.Socket[bytes]) -> bytes | None:
-    """Take one message off the socket without blocking; None if it has several parts."""
-    data = socket.recv(LAST)
-    is_single = True
-    while socket.getsockopt(zmq.RCVMORE):
-        is_single = False
-        socket.recv(LAST)
-    return data if is_single else None
-
-
-class Connection:
-    """The connection below one session: a whole socket, or one peer's part of it.
-
-    Args:
-        socket: borrowed.
-        pump: reads the socket; borrowed.
-        name: the peer's name, for errors.
-        address: the peer's address on the socket; empty if the socket has one peer.
-        on_close: called by ``close``.
+def drop_rest(socket: zmq.Socket[bytes]) -> bool:
+    """Take further parts of a message off the socket. Return True if there were any, which no peer
+    of ours sends.
     """
-
-    def __init__(
-        self,
-        socket: zmq.Socket[bytes],
-        pump: SocketPump,
-        name: str,
-        *,
-        address: bytes = b"",
-        on_close: Callable[[], None],
-    ) -> None:
-        self._socket = socket
-        self._pump = pump
-        self._name = name
-        self._address = address
-        self.drain = pump.drain
-        """Receives all messages that have arrived."""
-        self.close = on_close
-        """Releases the session's part of the socket. May be repeated."""
-
-    def transmit(self, data: bytes) -> None:
-        """Queue one frame on the socket without blocking.
-
-        Raises: CapacityError if the socket's queue is full; PeerLostError if the connection is
-            gone.
-        """
-        try:
-            if self._address:
-                self._socket.send(self._address, MORE)
-            self._socket.send(data, LAST)
-        except zmq.Again:
-            what = f"the socket queue to {self._name} is full"
-            raise UnsentError("rpc.send", what) from None
-        except zmq.ZMQError as error:
-            what = f"{self._name} is not connected: {error}"
-            raise PeerLostError("rpc.send", what) from None
-        self._pump.note_sent()
-
-    def say_bye(self, error: TandemError) -> None:
-        """Try to tell the peer why the session ends. Errors are ignored, since the peer may be
-        gone.
-        """
-        with contextlib.suppress(CapacityError, PeerLostError):
-            self.transmit(encode_frame(make_bye(error)))
+    found = False
+    while socket.getsockopt(RCVMORE):
+        found = True
+        socket.recv(NOBLOCK)
+    return found
 
 
 class SocketMonitor:

@@ -23,7 +23,7 @@ from tandem.core.errors import (
     TandemError,
     UnsentError,
 )
-from tandem.rpc import BegunCall
+from tandem.rpc import BegunCall, run_threadsafe
 from tandem.store.client.client import AsyncStoreClient
 from tandem.store.client.master_calls import MasterCalls
 from tandem.store.interfaces import Piece, ThreadChannel
@@ -38,8 +38,6 @@ T = TypeVar("T")
 OPEN_TIMEOUT_S = 3.0
 LOST_ERRORS = (PeerLostError, DeadlineError, UnsentError)
 """Errors after which the event loop repeats a call, if time is left."""
-LOOP_GRACE_S = 1.0
-"""Seconds that the event loop may be late with the end of a call made for a thread."""
 
 
 def drive(work: Coroutine[Any, Any, T]) -> T:
@@ -137,7 +135,7 @@ class _BlockingCalls(MasterCalls):
                     # loop: a request that arrives twice is harmless.
                     logger.debug("event=call_again method=%s reason=%s", method, error)
             again = self._loop_calls.call(method, request, response, deadline_s, extra_s=extra_s)
-            return self._wait(again, deadline_s)
+            return run_threadsafe(again, self._loop, self.left_s(deadline_s))
 
         return wait()
 
@@ -156,25 +154,6 @@ class _BlockingCalls(MasterCalls):
 
     async def aclose(self) -> None:
         """Do nothing, since this client has no background tasks."""
-
-    def _wait(self, work: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Run a coroutine on the event loop and wait for its result. The wait ends soon after the
-        deadline even if the loop hangs.
-
-        Raises: DeadlineError (the event loop does not answer); the errors of the coroutine.
-        """
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(self.left_s(deadline_s) + LOOP_GRACE_S)
-        except TandemError:
-            raise
-        except TimeoutError:
-            raise DeadlineError("store.call", "the client's loop does not answer") from None
-        finally:
-            future.cancel()
-            # Delete the future: its error's traceback refers to this frame, and this reference
-            # cycle would keep the begun call alive.
-            del future
 
 
 class _BlockingPort:

@@ -46,8 +46,8 @@ class LeaderClient:
 
     Args:
         urls: addresses of masters that may lead.
-        make_client: makes the RPC client of an address; without ``reconnect``, and with a
-            ``connect_timeout_ms`` for one attempt.
+        make_client: makes the RPC client of an address, with a ``connect_timeout_ms`` for one
+            attempt.
         on_peer: called with the leader when a session begins.
         on_peer_lost: called once when the session ends.
     """

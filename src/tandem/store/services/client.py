@@ -6,7 +6,7 @@ import os
 import socket
 
 from tandem.core.clock import BootClock
-from tandem.rpc import LaneRouter, MethodTable, Peer, RpcConfig
+from tandem.rpc import LaneRouter, MethodTable, RpcConfig
 from tandem.store.client import AsyncStoreClient, make_blocking_client
 from tandem.store.config import StoreConfig
 from tandem.store.election import LeaderClient
@@ -47,8 +47,8 @@ class ClientService(Service):
         self._channel = LeaderClient(
             self._urls,
             make_client_maker(config, self._rpc, identity, MethodTable(), lanes),
-            on_peer=self._on_peer,
-            on_peer_lost=self._on_peer_lost,
+            on_peer=lambda _: self.client.on_master(),
+            on_peer_lost=lambda: self.client.on_master(),
         )
         opening.push_async_callback(self._channel.aclose)
         self.client = AsyncStoreClient(
@@ -65,12 +65,6 @@ class ClientService(Service):
     def leader(self) -> str:
         """Address of the leading master; empty without a session."""
         return self._channel.endpoint
-
-    def _on_peer(self, _: Peer) -> None:
-        self.client.on_master()
-
-    def _on_peer_lost(self) -> None:
-        self.client.on_master()
 
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
         """Return a twin of ``client`` for threads other than the one that runs ``loop``."""
