@@ -18,6 +18,7 @@ from tandem.kernels import calibration
 from tandem.kernels.calibration import Calibration, find_fingerprint
 from tandem.models.config import ModelConfig
 from tandem.models.families import open_checkpoint
+from tandem.models.loading.expert_disk import ReadRate
 from tandem.models.loading.hub import DEMO_FOLDER
 from tandem.placement.fitting import read_efficiencies
 from tandem.placement.hardware import HardwareSpec, Processor
@@ -108,6 +109,29 @@ def test_a_measured_machine_chooses_the_step_and_tells_speeds(calibrated):
     alone = count_users(planned, planned.forecast.decode_rate)
     assert alone == 1
     assert count_users(planned, planned.forecast.decode_rate / 3) > 1
+
+
+def test_speeds_count_the_disk_that_experts_are_read_from(calibrated, monkeypatch, tmp_path):
+    """A slow disk makes answers and prompts slower, and does not if every expert has a slot."""
+
+    def predict(slots, rate):
+        read = ReadRate(8, 1 << 20, rate)
+        monkeypatch.setattr("tandem.engine.planning.measure_reads", lambda *_: read)
+        made = plan(dtype="bfloat16", expert_slots=slots, packed_cache=str(tmp_path))
+        assert made.model.tier is not None
+        return made.forecast
+
+    whole = plan(dtype="bfloat16").forecast
+    cached = predict(8, 1e6)
+    assert cached.decode_rate == pytest.approx(whole.decode_rate, rel=0.01)
+    assert cached.prefill_rate == pytest.approx(whole.prefill_rate, rel=0.01)
+    slow, slower = predict(2, 1e6), predict(2, 1e5)
+    assert slow.decode_rate < 0.5 * whole.decode_rate
+    assert slower.decode_rate == pytest.approx(slow.decode_rate / 10, rel=0.2)
+    assert slower.prefill_rate == pytest.approx(slow.prefill_rate / 10, rel=0.2)
+    # Fewer bits are less to read.
+    assert min(slower.format_rates.values()) > slower.decode_rate
+    assert predict(2, 0.0) is None
 
 
 def test_a_machine_elsewhere_is_planned_by_the_same_rules(calibrated):

@@ -39,7 +39,8 @@ from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.loader import count_mapped_bytes, make_kv_layout
 from tandem.models.own.plan import plan_served
 from tandem.placement.choosers import CHUNKS, Choice, choose_chunk
-from tandem.placement.costs import Placement, decode_time, prefill_time
+from tandem.placement.costs import Placement, StepTime, decode_time, prefill_time
+from tandem.placement.experts.tier import predict_token_seconds
 from tandem.placement.served import place_served, read_served
 from tandem.placement.shape import FORMAT_BYTES, ModelShape
 
@@ -198,7 +199,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         if told is None:
             why = "this machine was not measured: `tandem plan` does it"
             why = "latents are read from disk" if self.latents is not None else why
-            why = "experts are read from disk" if self.model.tier is not None else why
+            tier = self.model.tier
+            why = "the disk was not measured" if tier is not None and not tier.read_rate else why
             why = "GPUs are not measured" if self.model.device != "cpu" else why
             why = "transformers' own modules are not measured" if self.model.own else why
             return ("speed", "unknown", why)
@@ -471,8 +473,9 @@ def count_users(planned: EnginePlan, rate: float) -> int:
         rate: tokens a second for each user.
     """
     calibration, told = find_kept(), planned.forecast
-    # Models that run by transformers' own modules have no forecast.
-    if calibration is None or told is None:
+    # Models that run by transformers' own modules have no forecast. Several users share experts read
+    # from disk in part, which no forecast counts.
+    if calibration is None or told is None or planned.model.tier is not None:
         return 0
     config = planned.config
     kv_bytes = make_kv_layout(planned.model.spec, config.block_size, config.kv_dtype)
@@ -613,19 +616,45 @@ def _forecast(
 ) -> Forecast | None:
     """Predict speeds from the calibration of this machine; None without one.
 
-    None also if experts lie on disk, where the disk decides the speed (shown separately), and for
-    models on a GPU, of which nothing is measured.
+    None also for models on a GPU, of which nothing is measured, and if experts lie on a disk whose
+    rate is unknown.
     """
-    if calibration is None or model.tier is not None or model.device != "cpu":
+    tier = model.tier
+    if calibration is None or model.device != "cpu" or (tier is not None and not tier.read_rate):
         return None
     spec, eff = calibration.hardware, calibration.efficiencies
+    item_bytes = place_served(model, chunk_tokens=1).expert_bytes
 
     def decode(place: Placement) -> float:
-        return 1 / decode_time(spec, shape, place, eff, users=1, context=prompt).seconds
+        step = decode_time(spec, shape, place, eff, users=1, context=prompt)
+        return 1 / (step.seconds + wait_for_disk(step, place, 0))
 
     def prefill(chunk: int) -> float:
         place = place_served(model, chunk_tokens=chunk)
-        return prompt / prefill_time(spec, shape, place, eff, tokens=prompt).seconds
+        step = prefill_time(spec, shape, place, eff, tokens=prompt)
+        return prompt / (step.seconds + wait_for_disk(step, place, -(-prompt // chunk)))
+
+    def wait_for_disk(step: StepTime, place: Placement, num_chunks: int) -> float:
+        """Return the seconds that a decode (0 chunks) or a prefill waits for experts on disk."""
+        sizes = list_expert_sizes(model)
+        if tier is None or sizes is None:
+            return 0.0
+        # A coarser format makes experts smaller, so that more of them are cached.
+        share = place.expert_bytes / item_bytes
+        sizes = sizes._replace(expert_bytes=round(sizes.expert_bytes * share))
+        num_slots = min(sizes.num_experts, int(tier.num_slots / share))
+        computing = step.parts.cpu_experts
+        if num_chunks:
+            # A prefill's chunk takes nearly all experts, and reads those without a slot while it
+            # computes the others.
+            missing = sizes.num_layers * (sizes.num_experts - num_slots) * sizes.expert_bytes
+            return max(0.0, num_chunks * missing / tier.read_rate - computing)
+        return (
+            predict_token_seconds(
+                sizes, num_slots, compute_seconds=computing, read_rate=tier.read_rate
+            )
+            - computing
+        )
 
     chunks = [chunk for chunk in CHUNKS if chunk == CHUNKS[0] or chunk < 2 * prompt]
     rates = {chunk: prefill(chunk) for chunk in chunks}

@@ -43,7 +43,7 @@ from tandem.kernels.guesses import ExpertGuess
 from tandem.kernels.weights.formats import find_format
 from tandem.models.loading.expert_disk import ReadRate, measure_reads
 from tandem.placement.experts.cache import LruPolicy
-from tandem.placement.experts.tier import ExpertSizes, count_slot_bytes, predict_missed_bytes
+from tandem.placement.experts.tier import ExpertSizes, count_slot_bytes, predict_token_seconds
 
 if TYPE_CHECKING:
     from typing import Self
@@ -301,8 +301,13 @@ class _Case:
         """Return the planner's milliseconds per token, given the rates measured in this round."""
         model = self.model
         sizes = ExpertSizes(model.num_layers, NUM_EXPERTS, TOP_K, model.expert_bytes)
-        missed = predict_missed_bytes(sizes, self.num_slots, self.hit_rate)
-        return 1e3 * max(self.times[-1] / model.num_tokens, missed / self.rates[-1])
+        return 1e3 * predict_token_seconds(
+            sizes,
+            self.num_slots,
+            compute_seconds=self.times[-1] / model.num_tokens,
+            read_rate=self.rates[-1],
+            hit_rate=self.hit_rate,
+        )
 
     def _read(self, size_bytes: int) -> float:
         """Return the seconds that reading this many bytes of experts takes, in random order."""

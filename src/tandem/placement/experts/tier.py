@@ -1,6 +1,7 @@
 """Routed experts on disk: sizes of their memory, and whether reading ahead pays off. Pure."""
 
 from collections.abc import Sequence
+from math import comb
 from typing import NamedTuple
 
 from tandem.core.errors import ConfigError
@@ -11,6 +12,7 @@ __all__ = [
     "TierSizes",
     "count_slot_bytes",
     "predict_missed_bytes",
+    "predict_token_seconds",
     "size_tier",
 ]
 
@@ -111,6 +113,44 @@ def predict_missed_bytes(
     """
     hits = num_slots / sizes.num_experts if hit_rate is None else hit_rate
     return (1 - hits) * sizes.top_k * sizes.num_layers * sizes.expert_bytes
+
+
+def predict_token_seconds(
+    sizes: ExpertSizes,
+    num_slots: int,
+    *,
+    compute_seconds: float,
+    read_rate: float,
+    hit_rate: float | None = None,
+) -> float:
+    """Return the seconds that a token's routed experts take on average, without guesses.
+
+    A layer computes its experts in ascending order and begins all reads at once, so the disk rests
+    between two layers, and experts after the last one that is read are computed while it rests. The
+    longer of reading and computing would count neither.
+
+    Args:
+        sizes: the model's experts.
+        num_slots: slots of a layer.
+        compute_seconds: seconds that a token's experts take with all of them in memory.
+        read_rate: bytes per second that the disk reads.
+        hit_rate: as for ``predict_missed_bytes``.
+    """
+    hits = num_slots / sizes.num_experts if hit_rate is None else hit_rate
+    read = sizes.expert_bytes / read_rate
+    top_k = sizes.top_k
+    compute = compute_seconds / (sizes.num_layers * top_k)
+    layer = hits**top_k * top_k * compute
+    for num_missed in range(1, top_k + 1):
+        chance = comb(top_k, num_missed) * (1 - hits) ** num_missed * hits ** (top_k - num_missed)
+        # Means over all orders of experts that hit and experts that miss: the number of experts
+        # from the last miss to the end, and from the first.
+        from_last = (top_k + 1) / (num_missed + 1)
+        from_first = top_k + 1 - from_last
+        after_last = num_missed * read + from_last * compute
+        after_first = read + from_first * compute
+        layer += chance * max(top_k * compute, after_last, after_first)
+    return sizes.num_layers * layer
 
 
 class GuessGate:
