@@ -46,30 +46,48 @@ TANDEM_INLINE inline void prefetch_step(const uint8_t* codes) {
 
 #include "kernels/packed/unpack-inl.h"
 
-template <int kRows, int kVectors>
+// Adds the products of a step; `codes(v)` returns the codes of a vector. Beside one row a vector's
+// codes are used as soon as they are unpacked, since those of all vectors would fill the registers.
+template <int kRows, int kVectors, class Codes>
 TANDEM_INLINE inline void add_step(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
-                                   size_t k, const IntWeights (&w)[kVectors]) {
-  unroll<kRows>([&](auto r) TANDEM_INLINE {
-    const IntRow row = int_row(a[r.value] + k);
+                                   size_t k, const Codes& codes) {
+  if constexpr (kRows == 1) {
+    const IntRow row = int_row(a[0] + k);
     unroll<kVectors>([&](auto v) TANDEM_INLINE {
-      acc[r.value][v.value] = dot(acc[r.value][v.value], w[v.value], row);
+      acc[0][v.value] = dot(acc[0][v.value], int_weights(codes(v)), row);
     });
-  });
+  } else {
+    IntWeights w[kVectors];
+    unroll<kVectors>([&](auto v) TANDEM_INLINE { w[v.value] = int_weights(codes(v)); });
+    unroll<kRows>([&](auto r) TANDEM_INLINE {
+      const IntRow row = int_row(a[r.value] + k);
+      unroll<kVectors>([&](auto v) TANDEM_INLINE {
+        acc[r.value][v.value] = dot(acc[r.value][v.value], w[v.value], row);
+      });
+    });
+  }
 }
 
 // Does the same as add_step with products of 16 bits, which become `sums` or are added to them.
-template <class Narrow, bool kIsFirst, int kRows, int kVectors>
+template <class Narrow, bool kIsFirst, int kRows, int kVectors, class Codes>
 TANDEM_INLINE inline void add_narrow_step(I32 (&sums)[kRows][kVectors],
                                           const uint8_t* const (&a)[kRows], size_t k,
-                                          const I32 (&w)[kVectors]) {
-  unroll<kRows>([&](auto r) TANDEM_INLINE {
-    const I32 row = Narrow::row(a[r.value] + k);
-    unroll<kVectors>([&](auto v) TANDEM_INLINE {
-      const I32 products = Narrow::multiply(w[v.value], row);
-      I32& sum = sums[r.value][v.value];
-      sum = kIsFirst ? products : Narrow::add(sum, products);
+                                          const Codes& codes) {
+  const auto add = [&](I32& sum, I32 w, I32 row) TANDEM_INLINE {
+    const I32 products = Narrow::multiply(w, row);
+    sum = kIsFirst ? products : Narrow::add(sum, products);
+  };
+  if constexpr (kRows == 1) {
+    const I32 row = Narrow::row(a[0] + k);
+    unroll<kVectors>([&](auto v) TANDEM_INLINE { add(sums[0][v.value], codes(v), row); });
+  } else {
+    I32 w[kVectors];
+    unroll<kVectors>([&](auto v) TANDEM_INLINE { w[v.value] = codes(v); });
+    unroll<kRows>([&](auto r) TANDEM_INLINE {
+      const I32 row = Narrow::row(a[r.value] + k);
+      unroll<kVectors>([&](auto v) TANDEM_INLINE { add(sums[r.value][v.value], w[v.value], row); });
     });
-  });
+  }
 }
 template <class Narrow, int kRows, int kVectors>
 TANDEM_INLINE inline void add_narrow_sums(I32 (&acc)[kRows][kVectors],
@@ -99,11 +117,10 @@ TANDEM_INLINE inline void add_narrow_codes(I32 (&acc)[kRows][kVectors],
         unroll<Format::kChunkBytes / kStepBytes>([&](auto j) TANDEM_INLINE {
           prefetch_step<kVectors>(codes + j.value * kStepBytes + column * 4);
         });
-      I32 w[kVectors];
-      unroll<kVectors>([&](auto v) TANDEM_INLINE {
-        w[v.value] = unpack_codes<Format, i.value % kChunkSteps>(codes, column + v.value * kLanes);
-      });
-      add_narrow_step<Narrow, i.value % kSteps == 0>(sums, a, k + done + 4 * i.value, w);
+      add_narrow_step<Narrow, i.value % kSteps == 0>(
+          sums, a, k + done + 4 * i.value, [&](auto v) TANDEM_INLINE {
+            return unpack_codes<Format, i.value % kChunkSteps>(codes, column + v.value * kLanes);
+          });
       if constexpr (i.value % kSteps == kSteps - 1) add_narrow_sums<Narrow>(acc, sums);
       if constexpr (i.value % kChunkSteps == kChunkSteps - 1) codes += Format::kChunkBytes;
     });
@@ -123,11 +140,9 @@ TANDEM_INLINE inline void add_codes(I32 (&acc)[kRows][kVectors], const uint8_t* 
     });
     // Codes are loaded again for each step and not kept, because the registers hold the sums.
     unroll<Format::kChunk / 4>([&](auto i) TANDEM_INLINE {
-      IntWeights w[kVectors];
-      unroll<kVectors>([&](auto v) TANDEM_INLINE {
-        w[v.value] = int_weights(unpack_codes<Format, i.value>(codes, column + v.value * kLanes));
+      add_step(acc, a, k + done + 4 * i.value, [&](auto v) TANDEM_INLINE {
+        return unpack_codes<Format, i.value>(codes, column + v.value * kLanes);
       });
-      add_step(acc, a, k + done + 4 * i.value, w);
     });
   }
 }

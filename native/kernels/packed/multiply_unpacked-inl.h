@@ -71,22 +71,18 @@ TANDEM_INLINE inline void add_unpacked_group(I32 (&acc)[kRows][kVectors],
                                              size_t group_size, const uint8_t* codes) {
   if constexpr (kNarrowSteps == 0) {
     for (size_t i = 0; i < group_size; i += 4, codes += kStepBytes) {
-      IntWeights w[kVectors];
-      unroll<kVectors>([&](auto v) TANDEM_INLINE {
-        w[v.value] = int_weights(load_i32(codes + v.value * kLanes * 4));
+      add_step(acc, a, k + i, [&](auto v) TANDEM_INLINE {
+        return load_i32(codes + v.value * kLanes * 4);
       });
-      add_step(acc, a, k + i, w);
     }
   } else {
     using Narrow = NarrowSums<max_narrow_code(kNarrowSteps)>;
     I32 sums[kRows][kVectors];
     for (size_t i = 0; i < group_size; i += 4 * kNarrowSteps) {
       unroll<kNarrowSteps>([&](auto step) TANDEM_INLINE {
-        I32 w[kVectors];
-        unroll<kVectors>([&](auto v) TANDEM_INLINE {
-          w[v.value] = load_i32(codes + v.value * kLanes * 4);
-        });
-        add_narrow_step<Narrow, step.value == 0>(sums, a, k + i + 4 * step.value, w);
+        add_narrow_step<Narrow, step.value == 0>(
+            sums, a, k + i + 4 * step.value,
+            [&](auto v) TANDEM_INLINE { return load_i32(codes + v.value * kLanes * 4); });
         codes += kStepBytes;
       });
       add_narrow_sums<Narrow>(acc, sums);

@@ -93,9 +93,15 @@ inline IntRow int_row(const uint8_t* p) {
   const __m256i v = raw(set_i32(word));
   return {(I32)_mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), (I32)_mm256_srai_epi16(v, 8)};
 }
+// Keeps a value's place among the others that are held. GCC otherwise moves all additions of a group
+// behind its products, which then do not fit into 16 registers and go through the stack.
+inline void hold_order(I32& v) { __asm__ volatile("" : "+x"(v)); }
 inline I32 dot(I32 acc, IntWeights w, IntRow a) {
   acc += (I32)_mm256_madd_epi16(raw(w.even), raw(a.even));
-  return acc + (I32)_mm256_madd_epi16(raw(w.odd), raw(a.odd));
+  hold_order(acc);
+  acc += (I32)_mm256_madd_epi16(raw(w.odd), raw(a.odd));
+  hold_order(acc);
+  return acc;
 }
 // Products of codes that are small enough for vpmaddubsw, and the number of steps that can be
 // summed in 16 bits without overflow. This takes half the operations of IntWeights.
@@ -107,8 +113,16 @@ struct NarrowSums {
     __builtin_memcpy(&word, p, 4);
     return set_i32(word);
   }
-  static I32 multiply(I32 w, I32 a) { return (I32)_mm256_maddubs_epi16(raw(w), raw(a)); }
-  static I32 add(I32 a, I32 b) { return (I32)_mm256_add_epi16(raw(a), raw(b)); }
+  static I32 multiply(I32 w, I32 a) {
+    I32 products = (I32)_mm256_maddubs_epi16(raw(w), raw(a));
+    hold_order(products);
+    return products;
+  }
+  static I32 add(I32 a, I32 b) {
+    I32 sum = (I32)_mm256_add_epi16(raw(a), raw(b));
+    hold_order(sum);
+    return sum;
+  }
   static I32 widen(I32 sums) { return (I32)_mm256_madd_epi16(raw(sums), _mm256_set1_epi16(1)); }
 };
 inline I32 load_u16(const uint8_t* p) {
