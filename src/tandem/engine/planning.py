@@ -473,10 +473,11 @@ def count_users(planned: EnginePlan, rate: float) -> int:
         rate: tokens a second for each user.
     """
     calibration, told = find_kept(), planned.forecast
-    # Models that run by transformers' own modules have no forecast. Several users share experts read
-    # from disk in part, which no forecast counts.
-    if calibration is None or told is None or planned.model.tier is not None:
+    # Models that run by transformers' own modules have no forecast.
+    if calibration is None or told is None:
         return 0
+    if planned.model.tier is not None:
+        return 0  # Users share a part of the experts read from disk, which no forecast counts.
     config = planned.config
     kv_bytes = make_kv_layout(planned.model.spec, config.block_size, config.kv_dtype)
     shape = read_served(planned.model, kv_bytes=kv_bytes.bytes_per_token)
