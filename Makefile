@@ -9,6 +9,10 @@ kernels = --config-settings=cmake.define.TANDEM_KERNEL_ISAS=$(1)
 INSTALL := $(BIN)/python tools/install.py --constraint constraints.txt
 NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 
+# Tests start hundreds of processes. Where this is set, as in many containers, each compiles our
+# modules anew, which is half of the CPU time of a start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-docs test-long test-oldest sanitize sanitize-address sanitize-thread sanitize-driver check format \
   clean help
 
