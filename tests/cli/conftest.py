@@ -6,14 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 
 from tandem.cli import main as cli
 
-ROOT = typer.main.get_command(cli.app)
-"""The commands, whose many flags are made once; a process makes those that it needs."""
-
 sys.path.insert(0, str(Path(__file__).parent))  # Sibling modules of these tests.
+
+from command_tree import ROOT
 
 
 @pytest.fixture

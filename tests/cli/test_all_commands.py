@@ -9,28 +9,14 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-import typer
 import yaml
+from command_tree import COMMANDS as ALL
 
 from tandem.cli.commands.serve import _announce
-from tandem.cli.main import COMMANDS, app
+from tandem.cli.main import COMMANDS
 from tandem.cli.simulating import record
 
-ROOT = typer.main.get_command(app)
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster" / "cluster.yaml"
-
-
-def list_commands(group=ROOT, path=()):
-    """Yield the words and the command of each that is no group."""
-    for name in group.commands:
-        command, words = group.commands[name], (*path, name)
-        if hasattr(command, "commands"):
-            yield from list_commands(command, words)
-        else:
-            yield words, command
-
-
-ALL = dict(list_commands())
 
 
 def test_the_table_is_whole():

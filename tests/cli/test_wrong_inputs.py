@@ -16,7 +16,7 @@ import sys
 import threading
 
 import pytest
-import typer
+from command_tree import COMMANDS, PATHS, ROOT
 
 from tandem.cli import main as cli
 from tandem.cli.config import SERVE_SETTINGS, SHORT_NAMES, STORE_SETTINGS, Config
@@ -26,16 +26,7 @@ from tandem.engine.process.store_child import StoreChild
 from terminal import Terminal
 
 
-def list_commands(group, path=()):
-    yield path
-    for name, command in getattr(group, "commands", {}).items():
-        yield from list_commands(command, (*path, name))
-
-
-COMMANDS = list(list_commands(typer.main.get_command(cli.app)))
-
-
-@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
 def test_help_of_every_command_renders(run, path):
     status, out, err = run(*path, "--help")
     assert status == 0
@@ -44,16 +35,11 @@ def test_help_of_every_command_renders(run, path):
 
 
 def test_the_list_tells_what_each_command_tells_of_itself_and_each_has_json():
-    group = typer.main.get_command(cli.app)
     for name, entry in cli.COMMANDS.items():
-        told = inspect.cleandoc(group.commands[name].help or "").partition("\n\n")[0]
+        told = inspect.cleandoc(ROOT.commands[name].help or "").partition("\n\n")[0]
         assert entry.help == told.replace("\n", " "), name
-    for path in COMMANDS:
-        command = group
-        for name in path:
-            command = command.commands[name]
-        options = {word for each in command.params for word in each.opts}
-        assert hasattr(command, "commands") or "--json" in options, path
+    for path, command in COMMANDS.items():
+        assert "--json" in {word for each in command.params for word in each.opts}, path
 
 
 def test_help_shows_what_people_use_and_help_all_the_rest(run, monkeypatch):
