@@ -70,10 +70,11 @@ test-slow: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile explore \
 	  -m "not long and not download" $(ARGS)
 
-# One minute of killed and stopped processes under load; a server killed; the README's demo, and
-# Ctrl-C in a terminal.
+# One minute of killed and stopped processes under load; a server killed; the README's demo, a
+# server of a command's own, and a terminal: its bar, and Ctrl-C.
 test-chaos: $(STAMPS)/dev
-	$(BIN)/python -m pytest -m slow tests/e2e/test_chaos.py tests/e2e/test_terminal.py $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/e2e/test_chaos.py tests/e2e/test_terminal.py \
+	  tests/e2e/test_loading_bar.py $(ARGS)
 
 # The page in Chromium and its picture; what README and tutorials tell people to type.
 test-docs: $(STAMPS)/dev

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 from rich.console import Console
 
 from tandem.cli.commands import serve
@@ -109,6 +110,7 @@ def test_the_bar_moves_and_vanishes(monkeypatch):
     check_nothing_is_left(screen)
 
 
+@pytest.mark.slow
 def test_a_terminal_is_left_clean():
     parent, child = pty.openpty()
     process = subprocess.Popen(

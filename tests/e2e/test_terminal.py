@@ -59,6 +59,7 @@ def test_chat_survives_an_error(server):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_generate_starts_its_own_server_behind_a_key():
     result = run(
         "generate", "demo", "-p", "def add(a, b):\n", "--max-tokens", "8", "--temperature", "0",
