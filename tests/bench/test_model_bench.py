@@ -48,7 +48,13 @@ def test_latent_attention_has_cases_of_its_own():
         assert record["ratio"] > 0
 
 
-@pytest.mark.parametrize("name", sorted(model_bench.LARGEST_ERROR))
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "bf16" else pytest.param(name, marks=pytest.mark.slow)
+        for name in sorted(model_bench.LARGEST_ERROR)
+    ],
+)
 def test_a_failed_check_reports_no_time(name, monkeypatch):
     monkeypatch.setitem(model_bench.LARGEST_ERROR, name, 0.0)
     # The model lies in a folder that goes with the generator.
