@@ -58,6 +58,8 @@ class ToyRunner:
         self.states = [POISON] * num_slots
         self.rng = rng
         self.num_computed = 0
+        self.unread = frozenset()
+        """Blocks whose KV is lost, which no sequence of the step attends to."""
 
     def execute(self, plan: StepPlan, failed=frozenset()) -> dict[str, int]:
         """Copy, write, check what is read, and sample; for ``failed`` ones, write nonsense."""
@@ -88,7 +90,7 @@ class ToyRunner:
             for position in range(s.start + s.num_tokens):
                 block_id = s.block_table[position // BLOCK_SIZE]
                 kv = self.kv[block_id][position % BLOCK_SIZE]
-                if kv != expected[s.request.request_id][position]:
+                if kv != expected[s.request.request_id][position] and block_id not in self.unread:
                     raise WrongKvError(
                         f"{s.request.request_id} reads position {position} in block {block_id}"
                     )
@@ -269,13 +271,19 @@ class World:
     """Of layers with a window; 0: a model without."""
     num_window_blocks: int = 0
     handover_chance: float = 0.0
+    lose_chance: float = 0.0
     checks: bool = True
     now_s: float = 0.0
     live: dict[str, Request] = field(default_factory=dict)
     ended: list[Request] = field(default_factory=list)
     held: dict[str, tuple[float, Request]] = field(default_factory=dict)
     num_held_checked: int = 0
+    num_forgotten: int = 0
     num_added: int = 0
+    lost: dict[int, int] = field(default_factory=dict)
+    """Blocks whose KV the disk has lost and nobody has read since, with their generation."""
+    forgotten: dict[int, int] = field(default_factory=dict)
+    """Those that a step could not read: no request may take them up again."""
     num_seen: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -382,6 +390,8 @@ class World:
             self.scheduler.check()
         ids = [s.request.request_id for s in plan.sequences]
         failed = {i for i in ids if self.rng.random() < fail_chance}
+        unread = self.find_lost(plan)
+        failed |= unread.keys()
         self.check_referenced(plan)
         sampled = self.runner.execute(plan, failed)
         stopped = {i: FinishReason.STOP for i in sampled if self.rng.random() < stop_chance}
@@ -393,6 +403,7 @@ class World:
         for request in self.scheduler.complete(plan, sampled, self.now_s, stopped):
             self.check_end(request, stopped)
             self.retire(request)
+        self.forget(set().union(*unread.values()))
         if self.ahead is not None:
             self.num_ahead += len(self.ahead.sequences)
             if self.ahead.is_empty or not self.scheduler.settle(self.ahead):
@@ -400,6 +411,49 @@ class World:
         if self.checks:
             self.scheduler.check()
         return plan
+
+    def lose(self, choices) -> None:
+        """Lose the KV of blocks that requests or the index hold, unnoticed until they are read."""
+        used = {b for r in self.scheduler._state.running for b in r.block_table}
+        used |= self.index._by_block.keys()
+        used -= {b for _, r in self.held.values() for b in r.held_blocks}
+        for block_id in [sorted(used)[c % len(used)] for c in choices if used]:
+            self.runner.kv[block_id] = [POISON] * BLOCK_SIZE
+            self.lost[block_id] = self.pool.get_generation(block_id)
+
+    def find_lost(self, plan: StepPlan) -> dict[str, set[int]]:
+        """The lost blocks that each sequence of a step reads, by request, for those with any.
+
+        Sparse attention does not read all blocks of a sequence, but a copy reads all of its source.
+        """
+        generation = self.pool.get_generation
+        self.lost = {b: g for b, g in self.lost.items() if generation(b) == g}
+        self.runner.unread = self.lost.keys()
+        sources = {c.dst_block_id: c.src_block_id for c in plan.copies}
+        found = {}
+        for s in plan.sequences if self.lost else ():
+            own = s.block_table[: -(-s.start // BLOCK_SIZE)]
+            read = {sources[b] for b in own if b in sources}
+            read |= {b for b in own if b not in sources and self.rng.random() < 0.5}
+            if read & self.lost.keys():
+                found[s.request.request_id] = read & self.lost.keys()
+        return found
+
+    def forget(self, block_ids: set[int]) -> None:
+        """What an engine does with blocks that a step could not read."""
+        if block_ids:
+            self.scheduler.forget_blocks(sorted(block_ids))
+            self.forgotten |= {b: self.pool.get_generation(b) for b in block_ids}
+            self.num_forgotten += len(block_ids)
+
+    def check_forgotten(self, s, plan: StepPlan) -> None:
+        """A request that starts has no block that an earlier step could not read."""
+        sources = {c.dst_block_id: c.src_block_id for c in plan.copies}
+        for block_id in s.block_table[: -(-s.start // BLOCK_SIZE)]:
+            block_id = sources.get(block_id, block_id)
+            generation = self.forgotten.get(block_id)
+            if generation == self.pool.get_generation(block_id):
+                raise WrongKvError(f"{s.request.request_id} takes up lost block {block_id}")
 
     def plan(self, *, is_ahead: bool = False) -> StepPlan:
         plan = self.scheduler.schedule(self.now_s)
@@ -494,6 +548,7 @@ class World:
                 assert s.window.end == last + 1, "window blocks beyond what the step needs"
             if self.is_new(request):
                 self.check_hit(request, s.start, plan)
+                self.check_forgotten(s, plan)
         assert len(written) == len(set(written)), f"two writers of one block: {sorted(written)}"
         sources = {c.src_block_id for c in plan.copies}
         targets = [c.dst_block_id for c in plan.copies]
@@ -705,6 +760,8 @@ def drive(world: World, num_steps: int) -> None:
                     peer=peer,
                 )
         calls = []
+        if world.lose_chance and rng.random() < world.lose_chance:
+            world.lose([rng.randrange(50)])
         if rng.random() < 0.1:
             calls.append(lambda: world.cancel(rng.randrange(50)))
         if rng.random() < 0.02:

@@ -380,6 +380,55 @@ def test_a_lost_block_takes_along_what_builds_on_it():
     assert stage.step() == {"b": (4, 10)}
 
 
+def test_nobody_waits_for_blocks_that_build_on_a_lost_one():
+    """A prefill whose first block is lost indexes none of the blocks that it still computes."""
+    stage = Stage(max_batch_tokens=16)
+    first = stage.add("a", prompt(30), max_tokens=1)
+    stage.step()
+    assert stage.scheduler.forget_blocks(first.block_table[:1]) == 4
+    stage.add("b", prompt(30), max_tokens=1)
+    assert stage.step() == {"a": (16, 14), "b": (0, 2)}
+    stage.step()
+    stage.step()
+    assert not stage.scheduler.has_requests
+    assert stage.pool.num_cached == 8
+
+
+@pytest.mark.parametrize("has_lost", [False, True])
+def test_tokens_whose_copy_failed_are_in_no_index(has_lost):
+    """The block that a request would have copied to is forgotten with the request, also if the
+    source was forgotten meanwhile, as a step planned before had found out that it is lost."""
+    stage = Stage(overlap="on")
+    stage.add("a", prompt(15), max_tokens=1)
+    first = stage.scheduler.schedule(0.0)
+    source = first.sequences[0].block_table[3]
+    stage.scheduler.complete(first, {"a": [1]}, 0.0)
+    stage.add("b", [*prompt(14), 7, 8, 9], max_tokens=1)
+    second = stage.scheduler.schedule(0.0)
+    assert [copy.src_block_id for copy in second.copies] == [source]
+    if has_lost:
+        stage.scheduler.forget_blocks([source])
+    stage.scheduler.complete(second, {}, 0.0, {"b": FinishReason.ERROR})
+    stage.scheduler.check()
+    stage.add("c", [*prompt(14), 3, 3, 3], max_tokens=1)
+    assert stage.step() == {"c": (12, 5) if has_lost else (14, 3)}
+    assert [copy.src_block_id for copy in stage.plan.copies] == ([] if has_lost else [source])
+
+
+def test_a_lost_block_is_not_indexed_when_its_request_fills_it():
+    """Another request could not copy its first tokens; its own goes on without reading them."""
+    stage = Stage()
+    first = stage.add("a", prompt(6), max_tokens=6)
+    stage.step()
+    lost = first.block_table[1]
+    assert stage.scheduler.forget_blocks([lost]) == 1
+    while stage.scheduler.has_requests:
+        stage.step()
+        stage.scheduler.check()
+    stage.add("b", [*prompt(6), 1, 1, 1], max_tokens=1)
+    assert stage.step() == {"b": (4, 5)}
+
+
 def test_without_prefix_cache_nothing_is_kept():
     stage = Stage(prefix_cache=False)
     for name in ("a", "b"):

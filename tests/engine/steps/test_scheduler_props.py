@@ -97,7 +97,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_with_calls_in_flight(self, cancel, flush, lost, prompt_ids):
         calls = [lambda c=c: self.world.cancel(c) for c in cancel]
         calls += [self.world.scheduler.flush_cache] if flush else []
-        calls.append(lambda: self.world.scheduler.forget_blocks(lost))
+        if self.world.tier is None:  # Latents in a file go to no other tier.
+            calls.append(lambda: self.world.lose(lost))
         calls.append(lambda: self.world.add(prompt_ids))
         self.world.step(calls)
 
@@ -112,8 +113,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.world.pool.num_cached == 0
 
     @rule(block_ids=st.lists(st.integers(0, 12), max_size=3))
-    def lose(self, block_ids):
+    def forget(self, block_ids):
         self.world.scheduler.forget_blocks(block_ids)
+
+    @rule(choices=st.lists(st.integers(0, 50), max_size=3))
+    def lose(self, choices):
+        if self.world.tier is None:
+            self.world.lose(choices)
 
     @rule(seconds=st.floats(0, 3))
     def wait(self, seconds):
@@ -165,6 +171,15 @@ def test_long_traffic_in_a_small_pool_is_sound_and_exercises_everything(order, o
     assert patient.scheduler.get_stats().num_preemptions < stats.num_preemptions
     reasons = {r.finish_reason for r in impatient.ended}
     assert reasons == set(FinishReason) - {FinishReason.DEADLINE, FinishReason.PREFILLED}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_long_traffic_whose_kv_a_disk_loses_is_sound(overlap):
+    """Not vacuous: blocks are lost that others would take up, whole and for their first tokens."""
+    world = World(24, 8, max_running=5, lose_chance=0.2, overlap=overlap)
+    drive(world, 400)
+    assert world.num_forgotten > 30
+    assert world.scheduler.get_stats().prefix_hit_tokens > 150
 
 
 def test_long_traffic_over_a_tier_is_sound_and_exercises_everything():

@@ -170,12 +170,17 @@ class Lifecycle:
             state.prefix.release_copied(copy.src_block_id)
         if state.windows is not None:
             state.windows.end_copies(plan)
+        copied = {copy.dst_block_id: copy.num_tokens for copy in plan.copies}
         ended: list[Request] = []
         for sequence in plan.sequences:
             request = sequence.request
             _land(sequence)
             reason = finished.get(request.request_id)
-            if reason is not FinishReason.ERROR:
+            if reason is FinishReason.ERROR:
+                # What failed may be the copy: its tokens may not come to the index.
+                block_id = sequence.block_table[sequence.start // state.config.block_size]
+                request.num_computed_tokens -= copied.get(block_id, 0)
+            else:
                 token_ids = sampled.get(request.request_id, ()) if sequence.wants_sample else ()
                 self._advance(sequence)
                 reason = self._take_tokens(sequence, token_ids, reason, now_s)

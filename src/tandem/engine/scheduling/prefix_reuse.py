@@ -11,7 +11,7 @@ from tandem.core.timeline import MissReason, PrefixMiss
 from tandem.engine.groups.reuse import StateReuse
 from tandem.engine.groups.windows import WindowReuse
 from tandem.engine.scheduling.blocks import KeyedBlock
-from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
+from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
 from tandem.engine.scheduling.request import Request, RequestState
 
 __all__ = ["PrefixReuse"]
@@ -290,9 +290,23 @@ class PrefixReuse:
         self._filled.clear()
         return self._index.clear()
 
-    def forget_blocks(self, block_ids: Iterable[int]) -> int:
-        """Forget cached blocks and what builds on them; return how many were forgotten."""
-        return self._index.forget(block_ids)
+    def forget_blocks(self, block_ids: Iterable[int], running: Iterable[Request]) -> int:
+        """Forget cached blocks and what builds on them; return how many were forgotten.
+
+        Running requests that hold one of the blocks add no block to the index any more: theirs
+        build on it, or it is the one that they fill. So no other request waits for their blocks.
+        """
+        lost = frozenset(block_ids)
+        count = self._index.forget(lost)
+        for request in running:
+            own = request.block_table[request.prefix.num_indexed_blocks :]
+            if request.prefix.node is not None and not lost.isdisjoint(own):
+                request.prefix.node = _make_dropped_node()
+        for key, request in list(self._expected.items()):
+            if request.prefix.node is not None and not request.prefix.node.is_linked:
+                del self._expected[key]
+        self._filled = [b for b in self._filled if self._index.find_node(b.key) is not None]
+        return count
 
     def extend_keys(self, request: Request) -> None:
         """Compute the missing keys of a request's full blocks."""
@@ -314,6 +328,13 @@ class PrefixReuse:
             own = self._index.insert_tail(node, tail, request.block_table[position])
             if self._windows is not None and own is not None:
                 self._windows.keep(request, position, own)
+
+
+def _make_dropped_node() -> PrefixNode:
+    """Return a node that is in no index, below which nothing is added."""
+    node = PrefixNode(None, None, b"", -1)
+    node.is_linked = False
+    return node
 
 
 def _replace_block(request: Request, position: int, block_id: int) -> None:

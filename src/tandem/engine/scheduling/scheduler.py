@@ -182,7 +182,7 @@ class Scheduler:
         for request in self._state.loads.give_up_all():
             self._state.end_loading(request)
         self._state.wake_s = -math.inf
-        return self._state.prefix.forget_blocks(block_ids)
+        return self._state.prefix.forget_blocks(block_ids, self._state.running)
 
     def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
         """Record blocks of a request that have been loaded and whose content has been verified.
