@@ -6,6 +6,7 @@ from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.kv_layout import KVLayout, MlaLayout, WindowLayout
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.windows import count_window_blocks
+from tandem.kernels.latents.pages import count_padded_bytes
 
 __all__ = [
     "KvPlan",
@@ -96,7 +97,7 @@ class LatentPlan(NamedTuple):
     row_bytes: int
     """Bytes of a token's latent in one layer."""
     block_bytes: int
-    """Bytes of a block's latents in the file, all layers."""
+    """Bytes of a block's latents in the file, all layers, with their padding."""
     index_bytes: int
     """Bytes of a block's index keys, which stay in memory, all layers."""
     map_bytes: int
@@ -141,7 +142,7 @@ def plan_latents(
         folder=config.latents_folder,
         memory_bytes=config.latents_in_memory_bytes,
         row_bytes=row_bytes,
-        block_bytes=layout.bytes_per_layer * layout.num_layers,
+        block_bytes=count_padded_bytes(layout.block_size * layout.num_layers, row_bytes),
         index_bytes=layout.index_block_bytes,
         map_bytes=MAP_BYTES * layout.block_size * layout.num_layers,
         top=top,

@@ -6,6 +6,7 @@ a weight. `tandem plan` and `tandem serve --dry-run` print it, ``build_engine`` 
 """
 
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from tandem.engine.memory import (
 from tandem.engine.own import list_own_rows, plan_own_memory
 from tandem.kernels.calibration import Calibration, find_kept
 from tandem.kernels.devices import open_device
+from tandem.kernels.latents.file import open_unnamed
 from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
@@ -424,15 +426,10 @@ def _plan_latents(
 
 
 def _count_free_disk(folder: str) -> int:
-    """Return the free bytes of a folder's disk. Raises: ConfigError (no such folder)."""
-    try:
-        return shutil.disk_usage(Path(folder).expanduser()).free
-    except OSError as error:
-        raise ConfigError(
-            "engine.plan_latents",
-            f"the folder {folder}: {error.strerror}",
-            field="engine.latents_folder",
-        ) from error
+    """Return the free bytes of a folder's disk. Raises: ConfigError (no file can be made there)."""
+    place = Path(folder).expanduser()
+    os.close(open_unnamed(place))
+    return shutil.disk_usage(place).free
 
 
 def _split_windows(

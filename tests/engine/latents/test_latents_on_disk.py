@@ -8,27 +8,20 @@ with prefixes that are found again, after preemption. Then with a disk that fail
 import errno
 import os
 
-import msgspec
 import pytest
-from sparse import TOP, save_sparse
 
 pytest.importorskip("transformers", reason="models need the `serve` extra")
 
+from latent_engines import LONGER, PROMPTS, build, configure, generate
+from sparse import TOP, save_sparse
 from transformers import DeepseekV32Config
 
 from tandem._native import DirectReader
-from tandem.core.clock import MonotonicClock
 from tandem.core.errors import ConfigError, InternalError, UnsupportedError
-from tandem.core.wire import AddRequest, FinishReason, SamplingParams
-from tandem.engine.build import build_engine
-from tandem.engine.config import EngineConfig
+from tandem.core.wire import FinishReason
 from tandem.engine.planning import plan_engine
 from tandem.models.config import ModelConfig
 from tandem.models.proof.tiny import make_tiny, save_tiny
-
-PROMPTS = [[(7 * i * i + 3 * n) % 120 + 3 for i in range(n)] for n in (150, 61, 90)]
-LONGER = [*PROMPTS[0][:117], 8, 9, *PROMPTS[1]]
-"""Begins with seven blocks of the first prompt, and five tokens of an eighth."""
 
 
 @pytest.fixture(scope="module")
@@ -42,35 +35,6 @@ def folders(tmp_path_factory):
     deepseek = tmp_path_factory.mktemp("deepseek")
     save_tiny(make_tiny(DeepseekV32Config(**sizes), 0), deepseek)
     return {"glm": glm, "deepseek": deepseek}
-
-
-def configure(memory="", folder="", **settings):
-    sizes = {"kv_cache_gib": 0.01, "block_size": 16, "max_batch_tokens": 64, **settings}
-    return EngineConfig(latents_in_memory=memory, latents_folder=str(folder), **sizes)
-
-
-def build(path, memory="", folder="", dtype="bfloat16", **settings):
-    model = ModelConfig(path=str(path), dtype=dtype, packed_cache="off")
-    return build_engine(model, configure(memory, folder, **settings), MonotonicClock())
-
-
-def generate(engine, prompts, max_tokens=20):
-    """The outputs of each prompt, all at once: (tokens, log-probabilities), and its last one."""
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
-    for i, prompt in enumerate(prompts):
-        engine.add(AddRequest(request_id=str(i), prompt_ids=prompt, sampling=sampling))
-    found = [([], []) for _ in prompts]
-    last = {}
-    for _ in range(2000):
-        if not engine.has_requests:
-            break
-        for output in engine.step():
-            tokens, scores = found[int(output.request_id)]
-            tokens += output.token_ids
-            scores += [msgspec.to_builtins(x) for x in output.logprobs or []]
-            last[int(output.request_id)] = output
-    assert not engine.has_requests
-    return found, [last[i] for i in range(len(prompts))]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +160,6 @@ def test_the_plan_tells_memory_and_disk(folders, tmp_path):
     # Two of four layers have index keys of 24 items.
     assert planned.kv.block_bytes == 2 * 16 * 24 * 2
     assert f"{6144 // 80} rows of 80 bytes" in rows["latents"][0]
-    disk = planned.kv.num_blocks * 4 * 16 * 80
+    disk = planned.kv.num_blocks * 4 * 16 * 4096 / (4096 // 80)
     assert f"{disk / 2**20:.0f} MiB in {tmp_path}" in rows["latents"][0]
     assert f"{2 * 24 * 2} bytes a token" in rows["KV cache"][1]
