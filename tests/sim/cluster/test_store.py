@@ -84,7 +84,7 @@ def test_a_full_segment_evicts():
     store = cluster.store
     assert store is not None
     assert store.num_evicted > 0
-    held = {each: len(store.directory.rows_on_host(each)) for each in (0, 1)}
+    held = {each: len(store.directory.copies.rows_on_host(each)) for each in (0, 1)}
     assert all(0 < count <= 20 for count in held.values())
     for instance in cluster.instances.values():
         instance.scheduler.check()

@@ -159,26 +159,26 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(key=KEYS, host=HOSTS, offset=st.integers(0, 2**40))
     def add_replica(self, key, host, offset):
         if key in self.model and host not in self.model[key].replicas:
-            self.directory.add_replica(self.directory.find(key), Replica(host, offset))
+            self.directory.copies.add_replica(self.directory.find(key), Replica(host, offset))
             self.model[key].replicas[host] = offset
 
     @rule(key=KEYS, host=HOSTS)
     def drop_replica(self, key, host):
         if key in self.model:
-            dropped = self.directory.drop_replica(self.directory.find(key), host)
+            dropped = self.directory.copies.drop_replica(self.directory.find(key), host)
             expected = self.model[key].replicas.pop(host, None)
             assert (dropped and dropped.offset) == expected
 
     @rule(key=KEYS, host=HOSTS)
     def add_disk(self, key, host):
         if key in self.model and host not in self.model[key].disks:
-            self.directory.add_disk(self.directory.find(key), host)
+            self.directory.copies.add_disk(self.directory.find(key), host)
             self.model[key].disks.add(host)
 
     @rule(key=KEYS, host=HOSTS)
     def drop_disk(self, key, host):
         if key in self.model:
-            dropped = self.directory.drop_disk(self.directory.find(key), host)
+            dropped = self.directory.copies.drop_disk(self.directory.find(key), host)
             assert dropped == (host in self.model[key].disks)
             self.model[key].disks.discard(host)
 
@@ -193,12 +193,12 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(host=HOSTS)
     def lose_host(self, host):
-        self.directory.lose_host(host)
+        self.directory.copies.lose_host(host)
         self.lost.add(host)
 
     @rule(host=HOSTS)
     def find_host(self, host):
-        self.directory.find_host(host)
+        self.directory.copies.find_host(host)
         self.lost.discard(host)
 
     @rule(by=st.integers(1, 20))
@@ -208,8 +208,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(min_bytes=st.integers(1, 3000), host=st.none() | HOSTS)
     def pick_victims(self, min_bytes, host):
-        rows = self.directory.pick_victims(self.clock, min_bytes, host)
-        keys = [self.directory.key(row) for row in rows]
+        rows = self.directory.victims.pick(self.clock, min_bytes, host)
+        keys = [self.directory.key[row] for row in rows]
         assert len(set(keys)) == len(keys)
         able = {
             key: made
@@ -243,21 +243,21 @@ class DirectoryMachine(RuleBasedStateMachine):
             row = directory.find(key)
             live = len(made.hosts - self.lost)
             in_memory = len(set(made.replicas) - self.lost)
-            assert directory.key(row) == key
-            assert directory.size(row) == made.size
-            assert directory.version(row) == made.version
-            assert directory.checksum(row) == made.checksum
-            assert dict(directory.replicas(row)) == made.replicas
-            assert set(directory.disks(row)) == made.disks
-            assert directory.num_live(row) == live
-            assert directory.num_in_memory(row) == in_memory
-            assert directory.lease_until_ms(row) == made.lease_until_ms
+            assert directory.key[row] == key
+            assert directory.size[row] == made.size
+            assert directory.version[row] == made.version
+            assert directory.checksum[row] == made.checksum
+            assert dict(directory.copies.replicas(row)) == made.replicas
+            assert set(directory.copies.disks(row)) == made.disks
+            assert directory.num_live[row] == live
+            assert directory.num_in_memory[row] == in_memory
+            assert directory.lease_until_ms[row] == made.lease_until_ms
             assert directory.is_hard_pinned(row) == made.hard
             assert directory.soft_pinned_until_ms(row) == made.soft_until_ms
             unreadable += live == 0
             under += 0 < live < made.wanted
             can_be_copied += in_memory > 0 and live < made.wanted
-        assert directory.num_unreadable == unreadable
+        assert directory.copies.num_unreadable == unreadable
         assert directory.count_under_replicated() == under
         assert len(directory.list_under_replicated(100)) == can_be_copied
 
@@ -267,9 +267,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         expected = [key in self.model and bool(self.model[key].hosts - self.lost) for key in keys]
         assert list(map(bool, self.directory.exists_many(keys))) == expected
         for host in range(4):
-            rows = {self.directory.key(row) for row in self.directory.rows_on_host(host)}
+            rows = {self.directory.key[row] for row in self.directory.copies.rows_on_host(host)}
             assert rows == {k for k, made in self.model.items() if host in made.replicas}
-            rows = {self.directory.key(row) for row in self.directory.rows_on_disk(host)}
+            rows = {self.directory.key[row] for row in self.directory.copies.rows_on_disk(host)}
             assert rows == {k for k, made in self.model.items() if host in made.disks}
 
 
@@ -285,8 +285,8 @@ def test_victims_go_in_order_of_use():
         directory.touch(directory.find(str(i)))
     order = []
     for _ in range(50):
-        rows = directory.pick_victims(0, 1000, 0)
-        order += [int(directory.key(row)) for row in rows]
+        rows = directory.victims.pick(0, 1000, 0)
+        order += [int(directory.key[row]) for row in rows]
         for row in rows:
             directory.remove(row)
     assert order == [*range(1, 5000, 2), *range(0, 5000, 2)]
@@ -316,12 +316,12 @@ def test_a_batch_with_a_value_that_fits_no_column_changes_nothing():
             directory.insert_many(["a"], host=0, lease_until_ms=0, **{**good, **bad})
         assert directory.find("a") == NO_ROW
         # Nor is there a trace of it on the first host, whose number is what fresh memory holds.
-        assert directory.rows_on_host(0) == []
-        directory.lose_host(0)
-        directory.find_host(0)
+        assert directory.copies.rows_on_host(0) == []
+        directory.copies.lose_host(0)
+        directory.copies.find_host(0)
     directory.insert_many(["a"], host=0, lease_until_ms=9, **good)
-    assert directory.replicas(directory.find("a")) == [Replica(0, 0)]
-    assert directory.lease_until_ms(directory.find("a")) == 9
+    assert directory.copies.replicas(directory.find("a")) == [Replica(0, 0)]
+    assert directory.lease_until_ms[directory.find("a")] == 9
 
 
 @pytest.mark.parametrize("kind", "qiIHB")
@@ -355,14 +355,14 @@ def test_what_does_not_fit_its_column_leaves_nothing_behind():
         return (
             len(directory),
             directory.total_bytes,
-            directory.num_unreadable,
+            directory.copies.num_unreadable,
             directory.count_under_replicated(),
             directory.list_under_replicated(9),
-            directory.rows_on_host(0),
-            directory.rows_on_host(3),
-            directory.rows_on_disk(0),
+            directory.copies.rows_on_host(0),
+            directory.copies.rows_on_host(3),
+            directory.copies.rows_on_disk(0),
             directory.list_keys(),
-            directory.pick_victims(10**9, 10**6),
+            directory.victims.pick(10**9, 10**6),
         )
 
     directory = Directory(PASSES)
@@ -377,9 +377,9 @@ def test_what_does_not_fit_its_column_leaves_nothing_behind():
     assert sorted(rows) == [1, 2]
     for key, size, offset, version in (("a", 5, 0, 7), ("b", 6, 512, 8)):
         row = directory.find(key)
-        assert directory.replicas(row) == [Replica(3, offset)]
-        assert (directory.size(row), directory.version(row)) == (size, version)
-        assert directory.lease_until_ms(row) == 11
+        assert directory.copies.replicas(row) == [Replica(3, offset)]
+        assert (directory.size[row], directory.version[row]) == (size, version)
+        assert directory.lease_until_ms[row] == 11
     assert directory.total_bytes == 12
     assert directory.list_under_replicated(9) == rows
     assert directory.exists_many(["a", "b", "old"]) == b"\1\1\1"

@@ -28,6 +28,7 @@ from tandem.store.host.host import StoreHost
 from tandem.store.host.segment import HostSegment
 from tandem.store.local import LocalStore, MemoryHostPort, MemoryPort, _connect
 from tandem.store.master.master import StoreMaster
+from tandem.store.master.state.ledger import Space
 from tandem.store.messages import CommitPut, CommitStatus, KeyBytes, StartedPut, StartPut
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "store_hello.py"
@@ -354,7 +355,7 @@ def test_a_put_that_ends_before_it_writes_gives_its_space_back(how, monkeypatch)
                 while master.puts.num_unfinished:
                     await asyncio.sleep(0)
             (host,) = master.state.hosts.values()
-            assert host.quarantined_bytes == host.used_bytes == 0
+            assert host.ledger.count_bytes(Space.QUARANTINED) == host.used_bytes == 0
 
     asyncio.run(run())
 

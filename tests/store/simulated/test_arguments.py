@@ -265,7 +265,7 @@ async def leave_on_a_disk(count: int) -> tuple[int, int]:
     for i in range(count):
         row = master.state.directory.find(f"k{i}")
         async with asyncio.timeout(60):
-            while not master.state.directory.disks(row):
+            while not master.state.directory.copies.disks(row):
                 await asyncio.sleep(0.1)
         assert master.departures.evict_row(row)
     status = await client.status()

@@ -10,7 +10,7 @@ from tandem.store.client.options import PutOptions
 from tandem.store.config import StoreConfig
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.host import StoreHost
-from tandem.store.master.state.space import HostSpace
+from tandem.store.master.state.orders import OrderLine
 
 
 def test_an_object_that_is_on_the_disk_before_its_commit_ends_is_kept():
@@ -23,7 +23,7 @@ def test_an_object_that_is_on_the_disk_before_its_commit_ends_is_kept():
         world.start_host("h0", 2**20)
         await asyncio.sleep(2)
         _, client = world.start_client("c")
-        order = HostSpace.order
+        order = OrderLine.order
 
         async def take_the_answer_late(self, method, *args, **fields):
             answer = await order(self, method, *args, **fields)
@@ -31,11 +31,11 @@ def test_an_object_that_is_on_the_disk_before_its_commit_ends_is_kept():
                 await asyncio.sleep(1.5)
             return answer
 
-        with patch.object(HostSpace, "order", take_the_answer_late):
+        with patch.object(OrderLine, "order", take_the_answer_late):
             await client.put("key", bytes(5000))
         await asyncio.sleep(3)
         directory = world.master.state.directory
-        assert directory.disks(directory.find("key"))
+        assert directory.copies.disks(directory.find("key"))
         assert await client.get("key") == bytes(5000)
 
     run_virtual(main)
@@ -58,7 +58,7 @@ async def evict_with_one_disk_reported() -> tuple[StoreWorld, int]:
     assert all(world.hosts[name][1].disk.index.find("key") for name in ("h0", "h1"))
     directory = world.master.state.directory
     row = directory.find("key")
-    (reported,) = directory.disks(row)
+    (reported,) = directory.copies.disks(row)
     assert world.master.state.hosts[reported].name == "h1"
     assert world.master.departures.evict_row(row), "a disk keeps it"
     return world, row
@@ -113,7 +113,7 @@ def test_a_report_that_an_eviction_overtakes_is_not_believed():
             is_evicted.set()
             await asyncio.sleep(0.5)
             state = world.master.state
-            assert [state.hosts[n].name for n in state.directory.disks(row)] == ["h1"]
+            assert [state.hosts[n].name for n in state.directory.copies.disks(row)] == ["h1"]
             await asyncio.sleep(5)
             assert world.hosts["h0"][1].disk.index.find("key") is None
             _, client = world.start_client("d")

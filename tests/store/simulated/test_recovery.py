@@ -69,7 +69,7 @@ async def kill_a_master_that_has_removed(seed: int) -> tuple[bool, list[str]]:
     directory = world.master.state.directory
     while (row := directory.find("key")) == NO_ROW:
         await asyncio.sleep(0.0005)
-    was_early = len(directory.replicas(row)) < 3
+    was_early = len(directory.copies.replicas(row)) < 3
     removals = world.master.removals
     assert (await removals._remove_keys(["key"])).flags == b"\x01"
     world.kill_master()

@@ -72,7 +72,7 @@ async def put_beside_a_stopped_host(
         await asyncio.sleep(0.05)
     assert not [host for host in world.master.state.hosts.values() if host.caller is None]
     await asyncio.sleep(5)
-    silent = [host.name for host in world.master.state.hosts.values() if host.is_silent]
+    silent = [host.name for host in world.master.state.hosts.values() if host.line.is_silent]
     for i in range(count):
         assert await client.get(f"k{i}") == bytes(size)
     for i in range(20):

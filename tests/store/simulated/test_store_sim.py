@@ -386,7 +386,7 @@ class Run:
         length = master.state.extent_of(row, 0).length
         return any(
             master.state.hosts[host].ledger.allocator.find_largest_free_bytes() >= length
-            for host in master.state.directory.disks(row)
+            for host in master.state.directory.copies.disks(row)
         )
 
     async def check_disk(self, name: str) -> None:

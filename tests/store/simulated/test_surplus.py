@@ -26,7 +26,7 @@ CONFIG = StoreConfig(
 
 def count_copies(world: StoreWorld) -> int:
     directory = world.master.state.directory
-    return sum(len(directory.replicas(directory.find(key))) for key in directory.list_keys())
+    return sum(len(directory.copies.replicas(directory.find(key))) for key in directory.list_keys())
 
 
 async def copied(world: StoreWorld, count: int) -> None:
@@ -50,7 +50,7 @@ async def make_surplus(options: PutOptions):
         (host,) = [host for host in world.master.state.hosts.values() if host.name == name]
         directory = world.master.state.directory
         missing = sum(
-            directory.num_in_memory(row) == 2 for row in directory.rows_on_host(host.number)
+            directory.num_in_memory[row] == 2 for row in directory.copies.rows_on_host(host.number)
         )
         before = world.master.state.counters.replicas_copied
         world.kill_host(name)
@@ -77,7 +77,7 @@ async def need_space(options: PutOptions) -> None:
     directory = world.master.state.directory
     assert len(directory) == NUM_OBJECTS + num_new
     for i in range(NUM_OBJECTS):
-        assert len(directory.replicas(directory.find(f"key{i}"))) >= 2
+        assert len(directory.copies.replicas(directory.find(f"key{i}"))) >= 2
         assert await client.get(f"key{i}") == bytes([i]) * SIZE
     # Beyond that, objects go as ever: none that is pinned, and no pinned one for a copy.
     for i in range(num_new):
@@ -138,7 +138,7 @@ async def report_twice() -> None:
     master = world.master
     (bad,) = [number for number, host in master.state.hosts.items() if host.name == "h0"]
     host, in_turn, all_know = master.state.hosts[bad], asyncio.Lock(), asyncio.Barrier(3)
-    send = host.order
+    send = host.line.order
 
     async def order(*arguments, **options):
         async with in_turn:  # The world's messages may overtake each other.
@@ -146,14 +146,14 @@ async def report_twice() -> None:
         await all_know.wait()
         return verdict
 
-    with patch.object(host, "order", order):
-        version = master.state.directory.version(master.state.directory.find("key"))
+    with patch.object(host.line, "order", order):
+        version = master.state.directory.version[master.state.directory.find("key")]
         reports = (master.departures.verify_replica("key", version, bad) for _ in range(3))
         assert await asyncio.gather(*reports) == [False] * 3
     assert master.state.counters.replicas_corrupt == 1
     assert await client.get("key") == value
     await copied(world, 1)
-    assert len(master.state.directory.replicas(master.state.directory.find("key"))) == 2
+    assert len(master.state.directory.copies.replicas(master.state.directory.find("key"))) == 2
 
 
 def test_a_bad_copy_that_is_reported_twice_costs_one_copy():
@@ -178,15 +178,15 @@ def make_directory() -> Directory:
 def test_surplus_is_what_is_beyond_the_copies_wanted_on_hosts_that_are_there():
     directory = make_directory()
     rows = [directory.find(f"k{i}") for i in range(6)]
-    assert directory.pick_surplus(0, 1, 1000) == [rows[1], rows[3], rows[5]]
-    assert directory.pick_surplus(0, 1, 101) == [rows[1], rows[3]]
+    assert directory.victims.pick_surplus(0, 1, 1000) == [rows[1], rows[3], rows[5]]
+    assert directory.victims.pick_surplus(0, 1, 101) == [rows[1], rows[3]]
     directory.touch(rows[1])
     directory.extend_lease(rows[3], 50)
-    assert directory.pick_surplus(0, 1, 1000) == [rows[5], rows[1]]
-    assert directory.pick_surplus(0, 50, 1000) == [rows[3], rows[5], rows[1]]
-    assert directory.pick_surplus(3, 50, 1000) == []
-    directory.lose_host(2)
-    assert directory.pick_surplus(0, 50, 1000) == []
-    directory.find_host(2)
-    directory.drop_replica(rows[3], 1)
-    assert directory.pick_surplus(2, 50, 1000) == [rows[5], rows[1]]
+    assert directory.victims.pick_surplus(0, 1, 1000) == [rows[5], rows[1]]
+    assert directory.victims.pick_surplus(0, 50, 1000) == [rows[3], rows[5], rows[1]]
+    assert directory.victims.pick_surplus(3, 50, 1000) == []
+    directory.copies.lose_host(2)
+    assert directory.victims.pick_surplus(0, 50, 1000) == []
+    directory.copies.find_host(2)
+    directory.copies.drop_replica(rows[3], 1)
+    assert directory.victims.pick_surplus(2, 50, 1000) == [rows[5], rows[1]]

@@ -118,8 +118,8 @@ class SimStore:
         )
         if num_bytes > 0:
             now_ms = int(self._now_s() * 1e3)
-            for row in directory.pick_victims(now_ms, num_bytes, segment.number):
-                removed.append(bytes.fromhex(directory.key(row).rpartition("/")[2]))
+            for row in directory.victims.pick(now_ms, num_bytes, segment.number):
+                removed.append(bytes.fromhex(directory.key[row].rpartition("/")[2]))
                 directory.remove(row)
                 segment.used_bytes -= self.block_bytes
                 self.num_evicted += 1
@@ -160,7 +160,7 @@ class SimStore:
             if row == NO_ROW:
                 missing.append(load)
             else:
-                source = self.directory.replicas(row)[0].host
+                source = self.directory.copies.replicas(row)[0].host
                 by_source.setdefault(source, []).append(load)
         for number, some in by_source.items():
             source = self._segments[number]

@@ -119,12 +119,10 @@ class Adoption:
         """Add a copy in memory that a host reports to the directory, or have the host wipe it."""
         directory = self._state.directory
         row = directory.find(header.key)
-        listed = None
-        if row != NO_ROW:
-            listed = next((r for r in directory.replicas(row) if r.host == host.number), None)
-        is_same = row != NO_ROW and directory.version(row) == header.version
+        listed_at = -1 if row == NO_ROW else self._state.find_copy(row, host.number)
+        is_same = row != NO_ROW and directory.version[row] == header.version
         length = layout.extent_bytes(len(header.key.encode()), header.size)
-        if is_same and listed is not None and listed.offset == offset:
+        if is_same and listed_at == offset:
             host.confirmed[row] = length
             return
         if offset in host.drops:  # Removed since the inventory began.
@@ -134,8 +132,8 @@ class Adoption:
             return
         newest = self._find_dead(header.key, host.dead_below)
         is_alive = header.version > newest
-        is_newer = is_alive and (row == NO_ROW or header.version > directory.version(row))
-        if (is_newer and not host.is_known) or (is_alive and is_same and listed is None):
+        is_newer = is_alive and (row == NO_ROW or header.version > directory.version[row])
+        if (is_newer and not host.is_known) or (is_alive and is_same and listed_at < 0):
             self._insert(host, offset, header, row if is_same else NO_ROW)
             return
         free_at_ms = self._state.now_ms() + self._state.config.lease_ms
@@ -148,7 +146,7 @@ class Adoption:
         """
         directory, replica = self._state.directory, Replica(host.number, offset)
         if row != NO_ROW:
-            directory.add_replica(row, replica)
+            directory.copies.add_replica(row, replica)
         else:
             older = directory.find(header.key)
             if older != NO_ROW:
@@ -177,11 +175,11 @@ class Adoption:
         directory = self._state.directory
         row = directory.find(header.key)
         is_alive = header.version > self._find_dead(header.key, host.disk_dead_below)
-        is_same = row != NO_ROW and directory.version(row) == header.version
-        is_newer = row == NO_ROW or header.version > directory.version(row)
-        if is_alive and is_same and directory.checksum(row) == header.checksum:
-            if host.number not in directory.disks(row):
-                directory.add_disk(row, host.number)
+        is_same = row != NO_ROW and directory.version[row] == header.version
+        is_newer = row == NO_ROW or header.version > directory.version[row]
+        if is_alive and is_same and directory.checksum[row] == header.checksum:
+            if host.number not in directory.copies.disks(row):
+                directory.copies.add_disk(row, host.number)
         elif is_alive and is_newer and not host.is_disk_known:
             if row != NO_ROW:
                 self._departures.drop_row(row)

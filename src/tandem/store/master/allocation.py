@@ -13,6 +13,7 @@ from tandem.store.arguments import MAX_SOFT_PIN_MS, check_replicas
 from tandem.store.config import StoreConfig
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.put_batch import PutBatch
+from tandem.store.master.state.ledger import ExtentEvent, Space
 from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import StartPut
@@ -140,7 +141,9 @@ class Allocation:
             batch.note_taken()
             return True
         for number in batch.places:
-            self._state.hosts[number].untake(batch.list_offsets(number))
+            # What is free now was free before, so that no waiting put is woken.
+            offsets = batch.list_offsets(number)
+            self._state.hosts[number].ledger.move(ExtentEvent.GIVE_BACK, offsets)
         batch.places.clear()
         if self._is_possible(batch):
             for host in full[0]:
@@ -201,9 +204,10 @@ class Allocation:
                 "start one (`tandem store host`)",
             )
         free = sum(host.view().free_bytes for host in hosts)
-        quarantined = sum(host.quarantined_bytes for host in hosts)
-        leased = sum(host.leased_bytes for host in hosts)
-        unfinished = sum(host.held_bytes for host in hosts)
+        unfinished, leased, quarantined = (
+            sum(host.ledger.count_bytes(space) for host in hosts)
+            for space in (Space.HELD, Space.LEASED, Space.QUARANTINED)
+        )
         return CapacityError(
             "store.put",
             f"no space for {len(batch.keys)} objects of {need} bytes on {len(hosts)} hosts within "

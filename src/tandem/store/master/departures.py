@@ -48,16 +48,16 @@ class Departures:
         Returns: futures that are done when all headers are wiped; see ``note_going``.
         """
         state, directory = self._state, self._state.directory
-        key, version = directory.key(row), directory.version(row)
+        key, version = directory.key[row], directory.version[row]
         length = state.extent_of(row, 0).length
-        free_at_ms = directory.lease_until_ms(row)
+        free_at_ms = directory.lease_until_ms[row]
         if state.awaited.is_adopting:
             state.dropped_versions[key] = version
         # Clients with a lease may have cached the object's location, and may read it there until
         # its header is wiped.
         is_known = free_at_ms > state.now_ms()
         pending = self._abandon_copy(key, version)
-        on_disk = set(directory.disks(row))
+        on_disk = set(directory.copies.disks(row))
         wiped: dict[int, asyncio.Future[None]] = {}
         for replica in directory.remove(row):
             host = state.hosts[replica.host]
@@ -91,7 +91,7 @@ class Departures:
         free_at_ms = state.now_ms()
         is_plain = bytes(h.caller is not None and h.disk is None for h in state.hosts.values())
         plain, rest = directory.split_plain(rows, is_plain, free_at_ms)
-        keys = [directory.key(row) for row in plain]
+        keys = [directory.key[row] for row in plain]
         copied, removed = state.copies.keys(), self._removing.keys()
         if not (copied.isdisjoint(keys) and removed.isdisjoint(keys)):
             pairs = list(zip(plain, keys, strict=True))
@@ -101,9 +101,10 @@ class Departures:
             keys = [key for key in keys if key not in busy]
         pending: list[asyncio.Future[Any]] = []
         if plain:
-            lengths = dict(zip(plain, measure_extents(keys, directory.sizes(plain)), strict=True))
+            sizes = [directory.size[row] for row in plain]
+            lengths = dict(zip(plain, measure_extents(keys, sizes), strict=True))
             if state.awaited.is_adopting:
-                versions = map(directory.version, plain)
+                versions = map(directory.version.__getitem__, plain)
                 state.dropped_versions.update(zip(keys, versions, strict=True))
             for number, (owners, offsets) in directory.remove_many(plain).items():
                 host = state.hosts[number]
@@ -149,14 +150,13 @@ class Departures:
         """Evict an object (given by its row in the directory) from all memory. Return True if a
         disk keeps it, False if the object is removed.
         """
-        state, directory = self._state, self._state.directory
-        if not any(state.hosts[number].caller is not None for number in directory.disks(row)):
+        if not self._state.hosts_with_disk_copy(row):
             # Remove the whole object: while headers are left in memory, or the object may be on its
             # way to a disk, a removal of the key must wait for their end, since a restart would
             # find them.
             self.drop_row(row)
             return False
-        for replica in directory.replicas(row):
+        for replica in self._state.directory.copies.replicas(row):
             self._drop_copy(row, replica.host)
         return True
 
@@ -166,10 +166,10 @@ class Departures:
         Does nothing if the host has no copy.
         """
         directory = self._state.directory
-        replicas = directory.replicas(row)
+        replicas = directory.copies.replicas(row)
         if all(replica.host != host for replica in replicas):
             return
-        if len(replicas) == 1 and not directory.disks(row):
+        if len(replicas) == 1 and not directory.copies.disks(row):
             # Remove the whole object with its last copy, so that a removal of the key waits until
             # the copy's header is wiped.
             self.drop_row(row)
@@ -184,15 +184,15 @@ class Departures:
         later removal would reach a record that has not been reported.
         """
         state, directory = self._state, self._state.directory
-        replica = directory.drop_replica(row, host)
+        replica = directory.copies.drop_replica(row, host)
         if replica is not None:
             extent = state.extent_of(row, replica.offset)
-            unlisted = None if host in directory.disks(row) else directory.version(row)
+            unlisted = None if host in directory.copies.disks(row) else directory.version[row]
             self.wipe_copy(
-                directory.key(row),
+                directory.key[row],
                 state.hosts[host],
                 extent,
-                directory.lease_until_ms(row),
+                directory.lease_until_ms[row],
                 version=unlisted,
             )
 
@@ -235,8 +235,8 @@ class Departures:
         was its last copy.
         """
         directory = self._state.directory
-        directory.drop_disk(row, host)
-        if not directory.replicas(row) and not directory.disks(row):
+        directory.copies.drop_disk(row, host)
+        if not directory.copies.has_any(row):
             self.drop_row(row)
             self._state.counters.objects_evicted += 1
 
@@ -249,13 +249,13 @@ class Departures:
         state = self._state
         row = state.directory.find(key)
         host = state.hosts.get(number)
-        if row == NO_ROW or state.directory.version(row) != version or host is None:
+        if row == NO_ROW or state.directory.version[row] != version or host is None:
             return True
         offset = state.find_copy(row, number)
         if offset < 0:
             return True
         # The host verifies its own memory, since the error may be in the reader's memory.
-        verdict = await host.order("verify", VerifyExtent, Ack, offset=offset, version=version)
+        verdict = await host.line.order("verify", VerifyExtent, Ack, offset=offset, version=version)
         is_same = state.is_version(row, key, version)
         # Check that the copy is still the one that was verified: if two readers report a copy, it
         # may be gone or replaced when the second one's answer comes.

@@ -2,6 +2,7 @@
 
 from tandem.store.master.departures import Departures
 from tandem.store.master.policies import count_bytes_to_evict
+from tandem.store.master.state.ledger import Space
 from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.state import StoreState
 
@@ -44,7 +45,7 @@ class Eviction:
         """
         for host in self._state.writable_hosts():
             num_bytes = count_bytes_to_evict(
-                host.used_bytes - host.dropped_bytes,
+                host.used_bytes - host.ledger.dropped_bytes,
                 host.capacity_bytes,
                 high_watermark=self._state.config.high_watermark,
                 step=self._state.config.eviction_step,
@@ -56,7 +57,7 @@ class Eviction:
         """Evict for one object on a full host, unless enough space is about to become free
         there.
         """
-        if host.dropped_bytes - host.leased_bytes < length:
+        if host.ledger.count_bytes(Space.WIPING) < length:
             step = int(host.capacity_bytes * self._state.config.eviction_step)
             self._state.counters.forced_evictions += 1
             self._evict(host, max(length, step), self._state.now_ms())
@@ -69,7 +70,7 @@ class Eviction:
         num_bytes -= self._drop_surplus(host, num_bytes, now_ms)
         if num_bytes <= 0:
             return
-        victims = self._state.directory.pick_victims(now_ms, num_bytes, host.number)
+        victims = self._state.directory.victims.pick(now_ms, num_bytes, host.number)
         if not victims:
             self._barren_until_ms[host.number] = now_ms + BARREN_MS
         num_kept = sum(self._departures.evict_row(row) for row in victims)
@@ -84,12 +85,12 @@ class Eviction:
             return 0
         state, directory = self._state, self._state.directory
         freed = 0
-        for row in directory.pick_surplus(host.number, now_ms, num_bytes):
-            holders = [state.hosts[replica.host] for replica in directory.replicas(row)]
+        for row in directory.victims.pick_surplus(host.number, now_ms, num_bytes):
+            holders = [state.hosts[replica.host] for replica in directory.copies.replicas(row)]
             # Count only copies on hosts that stay: a copy on a host that is leaving does not count.
             num_staying = sum(other.is_settled and not other.is_leaving for other in holders)
-            if num_staying > directory.wanted(row):
-                freed += directory.size(row)
+            if num_staying > directory.wanted[row]:
+                freed += directory.size[row]
                 self._departures.drop_replica(row, host.number)
                 state.counters.replicas_dropped += 1
         if freed < num_bytes:

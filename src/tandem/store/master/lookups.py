@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tandem.store.master.departures import Departures
 from tandem.store.master.maintenance import Maintenance
 from tandem.store.master.policies import rank_replicas
-from tandem.store.master.state.index import NO_ROW, Replica
+from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import (
     ON_DISK,
@@ -82,7 +82,7 @@ class Lookups:
         """
         directory, leaving = self._state.directory, self._departures.leaving
         rows = [NO_ROW if key in leaving else directory.find(key) for key in keys]
-        sizes = [-1 if row == NO_ROW else directory.size(row) for row in rows]
+        sizes = [-1 if row == NO_ROW else directory.size[row] for row in rows]
         num_missing = rows.count(NO_ROW)
         self._state.counters.hits += len(rows) - num_missing
         self._state.counters.misses += num_missing
@@ -106,13 +106,13 @@ class Lookups:
         for i in undecided:
             row = rows[i]
             host, offset = NO_HOST, -1
-            ranked = self._rank(directory.replicas(row), machine)
+            ranked = self._rank(row, machine)
             if ranked:
                 (host, offset), *further = ranked
-                reads.append((host, directory.size(row), 1))
+                reads.append((host, directory.size[row], 1))
                 if further:
                     others[i] = further
-            elif directory.num_live(row) and self._maintenance.load(row) is not None:
+            elif directory.num_live[row] and self._maintenance.load(row) is not None:
                 host = ON_DISK
             NUMBER.pack_into(decided, 8 * (2 * count + i), host)
             NUMBER.pack_into(decided, 8 * (3 * count + i), offset)
@@ -134,8 +134,8 @@ class Lookups:
                 load
                 for row in rows
                 if row != NO_ROW
-                and not directory.num_in_memory(row)
-                and directory.size(row)
+                and not directory.num_in_memory[row]
+                and directory.size[row]
                 and (load := self._maintenance.load(row)) is not None
             ]
             if not loads:
@@ -143,13 +143,10 @@ class Lookups:
             await asyncio.wait(loads, timeout=left_s)
         return self.locate(caller, request)
 
-    def _rank(self, replicas: Sequence[Replica], machine: str) -> list[tuple[int, int]]:
-        here = [
-            replica for replica in replicas if self._state.hosts[replica.host].caller is not None
-        ]
-        if len(here) <= 1:
-            return [(host, offset) for host, offset in here]
-        offsets = {replica.host: replica.offset for replica in here}
+    def _rank(self, row: int, machine: str) -> list[tuple[int, int]]:
+        offsets = dict(self._state.readable_copies(row))
+        if len(offsets) <= 1:
+            return list(offsets.items())
         ranked = rank_replicas([self._state.hosts[host].view() for host in offsets], machine)
         return [(host, offsets[host]) for host in ranked]
 
@@ -177,8 +174,8 @@ class Lookups:
             row = self._state.directory.find(key)
             if row != NO_ROW:
                 page.keys.append(key)
-                page.sizes.append(self._state.directory.size(row))
-                page.num_replicas.append(self._state.directory.num_live(row))
+                page.sizes.append(self._state.directory.size[row])
+                page.num_replicas.append(self._state.directory.num_live[row])
         return page
 
     async def match_prefix(self, prefix: str) -> list[str]:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
@@ -13,6 +14,7 @@ from tandem.store.master.departures import Departures
 from tandem.store.master.eviction import Eviction
 from tandem.store.master.policies import rank_replicas
 from tandem.store.master.state.index import Replica
+from tandem.store.master.state.ledger import ExtentEvent, Space
 from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.state import CopyUnderWay, StoreState
 from tandem.store.messages import Ack, HostStage, LoadObject, PullObject
@@ -70,9 +72,9 @@ class Maintenance:
             connected host has the object on disk, or too many loads wait.
         """
         state = self._state
-        if not any(state.hosts[n].caller is not None for n in state.directory.disks(row)):
+        if not state.hosts_with_disk_copy(row):
             return None
-        key = state.directory.key(row)
+        key = state.directory.key[row]
         load = self._loads.get(key)
         if load is None:
             if len(self._loads) >= MAX_WAITING_LOADS:
@@ -97,16 +99,12 @@ class Maintenance:
 
     def _try_load(self, key: str, load: _Load) -> None:
         state, directory = self._state, self._state.directory
-        if directory.find(key) != load.row or directory.num_in_memory(load.row):
+        if directory.find(key) != load.row or directory.num_in_memory[load.row]:
             self._end_load(key)  # The object is removed, or in memory already.
             return
         if key in self._copying or key in self._not_before_ms:
             return
-        able = [
-            host
-            for number in directory.disks(load.row)
-            if (host := state.hosts[number]).caller is not None
-        ]
+        able = state.hosts_with_disk_copy(load.row)
         if not able:
             self._end_load(key)
             return
@@ -147,7 +145,7 @@ class Maintenance:
         if len(self._state.writable_hosts()) > 1:
             limit = QUEUE_LENGTH + len(self._copying) + len(self._not_before_ms)
             for row in self._state.directory.list_under_replicated(limit):
-                self._queue.append((self._state.directory.key(row), row))
+                self._queue.append((self._state.directory.key[row], row))
         self._begin_copies()
 
     def _begin_copies(self) -> None:
@@ -160,49 +158,48 @@ class Maintenance:
 
     def _drain(self, host: HostSpace) -> None:
         directory = self._state.directory
-        rows = directory.rows_on_host(host.number)
-        on_disk = directory.rows_on_disk(host.number)
-        if not rows and not on_disk and not host.dropped_bytes and not host.quarantined_bytes:
+        rows = directory.copies.rows_on_host(host.number)
+        on_disk = directory.copies.rows_on_disk(host.number)
+        going = (Space.WIPING, Space.LEASED, Space.QUARANTINED)
+        if not rows and not on_disk and not host.ledger.count_bytes(*going):
             host.stage = HostStage.DRAINED
             logger.info("event=host_drained host=%s", host.name)
             return
         for row in rows[:QUEUE_LENGTH]:
-            others = [
-                replica
-                for replica in directory.replicas(row)
-                if self._state.hosts[replica.host].is_writable
-            ]
-            possible = len(self._state.writable_hosts())
-            if others and len(others) >= min(directory.wanted(row), possible):
+            if self._is_on_enough(row, {host for host, _ in directory.copies.replicas(row)}):
                 self._departures.drop_replica(row, host.number)
             else:
-                self._queue.append((directory.key(row), row))
+                self._queue.append((directory.key[row], row))
         self._drain_disk(host, on_disk)
 
     def _drain_disk(self, host: HostSpace, rows: list[int]) -> None:
         """Drop the copies on a draining host's disk (all its objects are moved off) of objects that
         enough other hosts have. Load the others into its memory, to be copied from there.
         """
-        state, directory = self._state, self._state.directory
+        directory = self._state.directory
         for row in rows[:QUEUE_LENGTH]:
-            holders = {replica.host for replica in directory.replicas(row)} | set(
-                directory.disks(row)
-            )
-            others = [number for number in holders if state.hosts[number].is_writable]
-            possible = len(state.writable_hosts())
-            if others and len(others) >= min(directory.wanted(row), possible):
-                directory.drop_disk(row, host.number)
-                host.drops.forget(directory.key(row), directory.version(row))
-            elif not directory.num_in_memory(row) and possible:
+            in_memory = {host for host, _ in directory.copies.replicas(row)}
+            if self._is_on_enough(row, in_memory.union(directory.copies.disks(row))):
+                directory.copies.drop_disk(row, host.number)
+                host.drops.forget(directory.key[row], directory.version[row])
+            elif directory.num_in_memory[row]:
+                self._queue.append((directory.key[row], row))
+            elif self._state.writable_hosts():
                 self.load(row)
-            elif directory.num_in_memory(row):
-                self._queue.append((directory.key(row), row))
+
+    def _is_on_enough(self, row: int, holders: Collection[int]) -> bool:
+        """Return True if, of the hosts that have the object in ``row``, as many stay as its put
+        asked for, or as many as there are hosts that stay.
+        """
+        num_staying = sum(self._state.hosts[number].is_writable for number in holders)
+        most = len(self._state.writable_hosts())
+        return num_staying > 0 and num_staying >= min(self._state.directory.wanted[row], most)
 
     def _begin_copy(self, row: int) -> None:
-        state, key = self._state, self._state.directory.key(row)
+        state, key = self._state, self._state.directory.key[row]
         if key in self._copying or key in self._not_before_ms:
             return
-        holders = {replica.host for replica in state.directory.replicas(row)}
+        holders = {replica.host for replica in state.directory.copies.replicas(row)}
         length = state.extent_of(row, 0).length
         for number in state.choose_hosts():
             if number in holders:
@@ -223,15 +220,15 @@ class Maintenance:
         directory, target = self._state.directory, copy.target
         is_same = directory.find(key) == row and not copy.is_abandoned
         if is_same and copy.is_load:
-            has_source = target.number in directory.disks(row)
+            has_source = target.number in directory.copies.disks(row)
         else:
-            has_source = is_same and directory.num_in_memory(row) > 0
+            has_source = is_same and directory.num_in_memory[row] > 0
         if not has_source or target.session != copy.session:
             self._end_copy(key)
             if target.session == copy.session and not copy.is_abandoned:
                 target.release([copy.extent.offset])
             return
-        version = directory.version(row)
+        version = directory.version[row]
         try:
             is_done = await (self._load(row, copy) if copy.is_load else self._pull(row, key, copy))
         except BaseException:
@@ -239,17 +236,17 @@ class Maintenance:
             raise
         if not is_done:
             self._not_before_ms[key] = self._state.now_ms() + RETRY_AFTER_MS
-        is_same = directory.find(key) == row and directory.version(row) == version
+        is_same = self._state.is_version(row, key, version)
         if target.session != copy.session:
             # The session with the host has changed, so it is unknown whether the copy exists. The
             # host's next inventory (list of its objects) tells.
             self._departures.note_unlisted(key)
         elif copy.is_abandoned:
             pass  # ``drop_row`` or ``_load`` has it wiped.
-        elif is_done and is_same and not self._is_on(row, target):
-            target.seal([copy.extent.offset])
-            directory.add_replica(row, Replica(target.number, copy.extent.offset))
-            if directory.num_in_memory(row) > directory.wanted(row):
+        elif is_done and is_same and self._state.find_copy(row, target.number) < 0:
+            target.ledger.move(ExtentEvent.SEAL, [copy.extent.offset])
+            directory.copies.add_replica(row, Replica(target.number, copy.extent.offset))
+            if directory.num_in_memory[row] > directory.wanted[row]:
                 self._eviction.note_surplus()
             if copy.is_load:
                 self._state.counters.objects_promoted += 1
@@ -275,17 +272,17 @@ class Maintenance:
         is missing or corrupt on the disk is removed from the directory.
         """
         state, directory = self._state, self._state.directory
-        key, version = directory.key(row), directory.version(row)
+        key, version = directory.key[row], directory.version[row]
         records = state.record_of(row, copy.extent.offset)
         try:
-            await copy.target.order(
+            await copy.target.line.order(
                 "load", LoadObject, Ack, timeout_s=LOAD_TIMEOUT_S, records=records
             )
         except (NotFoundError, CorruptionError) as error:
             logger.warning(
                 "event=disk_copy_lost key=%s host=%s reason=%s", key, copy.target.name, error
             )
-            is_same = directory.find(key) == row and directory.version(row) == version
+            is_same = state.is_version(row, key, version)
             if is_same and not copy.is_abandoned and copy.target.session == copy.session:
                 if isinstance(error, CorruptionError):
                     state.counters.replicas_corrupt += 1
@@ -305,11 +302,12 @@ class Maintenance:
         failure.
         """
         state, target = self._state, copy.target
-        version = state.directory.version(row)
-        source, source_offset = self._choose_source(row)
+        version = state.directory.version[row]
+        source_number, source_offset = state.readable_copies(row)[0]
+        source = state.hosts[source_number]
         source.drops.guarded.add(source_offset)
         try:
-            await target.order(
+            await target.line.order(
                 "pull",
                 PullObject,
                 Ack,
@@ -330,19 +328,8 @@ class Maintenance:
             source.drops.guarded.discard(source_offset)
         return False
 
-    def _choose_source(self, row: int) -> tuple[HostSpace, int]:
-        hosts = self._state.hosts
-        return next(
-            (hosts[host], offset)
-            for host, offset in self._state.directory.replicas(row)
-            if hosts[host].caller is not None
-        )
-
-    def _is_on(self, row: int, host: HostSpace) -> bool:
-        return any(r.host == host.number for r in self._state.directory.replicas(row))
-
     async def _verify_all(self, row: int, key: str, version: int) -> None:
-        for replica in self._state.directory.replicas(row):
+        for replica in self._state.directory.copies.replicas(row):
             try:
                 await self._departures.verify_replica(key, version, replica.host)
             except TandemError as error:

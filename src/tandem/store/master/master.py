@@ -23,6 +23,7 @@ from tandem.store.master.pins import Pins
 from tandem.store.master.put_batch import PutParts
 from tandem.store.master.puts import Puts
 from tandem.store.master.removals import Removals
+from tandem.store.master.state.ledger import Space
 from tandem.store.master.state.results import Results
 from tandem.store.master.state.state import StoreState
 from tandem.store.master.state.versions import Versions
@@ -206,7 +207,7 @@ class StoreMaster:
             epoch=self.epoch,
             num_objects=len(state.directory),
             total_bytes=state.directory.total_bytes,
-            num_unreadable=state.directory.num_unreadable,
+            num_unreadable=state.directory.copies.num_unreadable,
             num_under_replicated=state.directory.count_under_replicated(),
             num_unfinished=self.puts.num_unfinished,
             hosts=[
@@ -216,8 +217,8 @@ class StoreMaster:
                     stage=host.stage,
                     capacity_bytes=host.capacity_bytes,
                     used_bytes=host.used_bytes,
-                    num_objects=len(state.directory.rows_on_host(host.number)),
-                    quarantined_bytes=host.quarantined_bytes,
+                    num_objects=len(state.directory.copies.rows_on_host(host.number)),
+                    quarantined_bytes=host.ledger.count_bytes(Space.QUARANTINED),
                     disk=host.disk,
                     damaged=[*host.damaged, *([] if host.disk is None else host.disk.damaged)],
                 )

@@ -230,7 +230,7 @@ class Membership:
         host.is_retired = True
         logger.warning("event=host_retired host=%s", host.name)
         self._forget_segment(host)
-        for row in self._state.directory.rows_on_disk(host.number):
+        for row in self._state.directory.copies.rows_on_disk(host.number):
             self._departures.lose_disk(row, host.number)
         host.is_disk_known = False
 
@@ -316,7 +316,7 @@ class Membership:
         )
         if self._awaited.is_window_open and host.name not in self._roster.members:
             self._await_host(host)  # The host may be a former member that the roster lost.
-        self._state.directory.find_host(host.number)
+        self._state.directory.copies.find_host(host.number)
 
     def _await_host(self, host: HostSpace) -> None:
         self._awaited.until_ms[host.number] = (
@@ -324,7 +324,7 @@ class Membership:
         )
 
     def _forget_segment(self, host: HostSpace) -> None:
-        for row in self._state.directory.rows_on_host(host.number):
+        for row in self._state.directory.copies.rows_on_host(host.number):
             self._departures.drop_replica(row, host.number)
         host.is_known = False
 
@@ -383,20 +383,20 @@ class Membership:
             host.disk_number, host.disk = report.number, report.status
             for key, version in report.dropped.items():
                 row = directory.find(key)
-                is_same = row != NO_ROW and directory.version(row) == version
-                if is_same and host.number in directory.disks(row):
+                is_same = row != NO_ROW and directory.version[row] == version
+                if is_same and host.number in directory.copies.disks(row):
                     self._departures.lose_disk(row, host.number)
         flags = bytearray(len(report.stored))
         for i, (key, version) in enumerate(report.stored.items()):
             row = directory.find(key)
-            if row == NO_ROW or directory.version(row) != version or host.is_leaving:
+            if row == NO_ROW or directory.version[row] != version or host.is_leaving:
                 continue
             if host.drops.is_forgetting(key, version):
                 # The object was evicted while the host's report was on its way, so that the host is
                 # about to forget its copy on the disk.
                 continue
-            if host.number not in directory.disks(row):
-                directory.add_disk(row, host.number)
+            if host.number not in directory.copies.disks(row):
+                directory.copies.add_disk(row, host.number)
             flags[i] = 1
         return KeyBytes(bytes(flags))
 
@@ -409,7 +409,7 @@ class Membership:
             busy = self._state.committing.get(key)
             if busy is not None:
                 row = directory.find(key)
-                if row == NO_ROW or directory.version(row) < version:
+                if row == NO_ROW or directory.version[row] < version:
                     return busy
         return None
 
@@ -439,7 +439,7 @@ class Membership:
         """Apply the complete inventory (list of objects) of a host: copies that it does not list
         are removed from the directory, and all space without a listed object is free.
         """
-        rows, offsets = self._state.directory.places_on_host(host.number)
+        rows, offsets = self._state.directory.copies.places_with(host.number)
         # Use numpy columns: a host may have a million objects, and a loop over them would delay
         # other calls.
         confirmed = map(host.confirmed.get, rows.tolist(), itertools.repeat(0))
@@ -447,8 +447,8 @@ class Membership:
         for row in rows[lengths == 0].tolist():
             self._forget_replica(row, host.number)
         offsets, lengths = offsets[lengths > 0], lengths[lengths > 0]
-        for row in self._state.directory.rows_on_disk(host.number):
-            if host.confirmed_disk.get(row) != self._state.directory.version(row):
+        for row in self._state.directory.copies.rows_on_disk(host.number):
+            if host.confirmed_disk.get(row) != self._state.directory.version[row]:
                 self._departures.lose_disk(row, host.number)
         host.is_disk_known = host.disk is not None
         host.confirmed_disk.clear()
@@ -470,9 +470,10 @@ class Membership:
         """Remove a copy that the host does not have from the directory; there is nothing to
         wipe.
         """
-        self._state.directory.drop_replica(row, host)
-        if not self._state.directory.replicas(row) and not self._state.directory.disks(row):
-            self._state.directory.remove(row)
+        directory = self._state.directory
+        directory.copies.drop_replica(row, host)
+        if not directory.copies.has_any(row):
+            directory.remove(row)
 
     async def grown(self, caller: Caller, request: SegmentGrown) -> Ack:
         """Note that more of a host's segment is usable, or that it grows no more."""
@@ -492,5 +493,5 @@ class Membership:
         self._puts.forget_host(host.number)
         self._by_session.pop(host.session, None)
         host.end_session()
-        self._state.directory.lose_host(host.number)
+        self._state.directory.copies.lose_host(host.number)
         self._state.counters.hosts_lost += 1

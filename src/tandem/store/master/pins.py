@@ -41,12 +41,11 @@ class Pins:
                 continue
             flags[i] = 1
             self._state.directory.set_pins(row, hard=request.hard, soft_until_ms=until_ms)
-            for host, offset in self._state.directory.replicas(row):
-                if self._state.hosts[host].caller is not None:
-                    orders.setdefault(host, []).append(offset)
+            for host, offset in self._state.readable_copies(row):
+                orders.setdefault(host, []).append(offset)
         for host, offsets in sorted(orders.items()):
             try:
-                await self._state.hosts[host].order(
+                await self._state.hosts[host].line.order(
                     "repin",
                     RepinExtents,
                     Ack,

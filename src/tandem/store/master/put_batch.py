@@ -18,6 +18,7 @@ from tandem.store.formats import layout
 from tandem.store.master.burials import Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.state.index import NO_ROW, Replica
+from tandem.store.master.state.ledger import ExtentEvent
 from tandem.store.master.state.space import Extent, HostSpace
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import (
@@ -172,7 +173,7 @@ class PutBatch:
             async with asyncio.timeout(self._state.answer_timeout_s(host)):
                 return await host.writers.open(self.client)
         except TimeoutError:
-            host.doubt()
+            host.line.doubt()
             raise DeadlineError("store.write", f"host {host.name} does not answer") from None
 
     def describe(self, bases: dict[int, int]) -> StartedPut:
@@ -324,7 +325,7 @@ class PutBatch:
         host, objects = self._state.hosts[number], list(self.places[number])
         part = blob.take(objects)
         try:
-            await host.order(
+            await host.line.order(
                 "seal",
                 SealExtents,
                 Ack,
@@ -405,7 +406,7 @@ class PutBatch:
         """
         state, directory, request = self._state, self._state.directory, self.request
         for number in self.places:
-            state.hosts[number].seal(self.list_offsets(number))
+            state.hosts[number].ledger.move(ExtentEvent.SEAL, self.list_offsets(number))
         # An upsert does not wait for hosts that have yet to list their objects, so that it may
         # replace an object that this master does not know.
         is_unsure = request.upsert and state.awaited.is_learning
@@ -428,7 +429,7 @@ class PutBatch:
         for number, places in reversed(self.places.items()):
             new = [i for i in places if i not in rows]
             for i in places.keys() & rows.keys():
-                directory.add_replica(rows[i], Replica(number, places[i]))
+                directory.copies.add_replica(rows[i], Replica(number, places[i]))
             inserted = directory.insert_many(
                 [self.keys[i] for i in new],
                 sizes=[self.sizes[i] for i in new],

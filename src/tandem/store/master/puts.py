@@ -162,7 +162,7 @@ class Puts:
             raise ConfigError("store.commit", "as many checksums as objects, or none")
         del self.unfinished[client, request.first_put_id]
         for number in batch.end_writing(request.failed_hosts):
-            self._state.hosts[number].doubt()
+            self._state.hosts[number].line.doubt()
             self.fence(self._state.hosts[number], client)
         if not request.checksums:
             batch.release()

@@ -1,22 +1,21 @@
-"""The table of object copies: columns, chained by row of the directory. Pure; not thread-safe."""
+"""The copies of all objects, chained by row of the directory, and the counts of those that can be
+reached. Pure; not thread-safe.
+"""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from tandem.store.master.state.victims import view
+from tandem.store.master.state.columns import Columns, Fill, take_rows, view
 
-__all__ = ["DISK", "FREE_HOST", "Copies", "Fill", "Replica", "take_rows"]
+__all__ = ["DISK", "Copies", "Replica"]
 
 FREE_HOST = 0xFFFF
 DISK = 0x8000
 """Bit in the host column that marks a copy on the host's disk."""
-
-Fill = Callable[[Sequence[int], Sequence[tuple[object, int | Sequence[int]]]], None]
-"""A function that sets cells of columns at many rows; see ``tandem._native.fill_rows``."""
 
 
 class Replica(NamedTuple):
@@ -30,63 +29,120 @@ class Copies:
     """The copies of all objects. A *tag* is a host's number, with ``DISK`` added for its disk.
 
     Args:
-        first: the directory's column with each row's first copy; borrowed.
+        rows: the directory's columns, of which the counts of copies are kept here; borrowed.
     """
 
-    def __init__(self, first: "array[int]") -> None:
-        self.first = first
+    def __init__(self, rows: Columns) -> None:
+        self._rows = rows
         self.host = array("H")
         """Tag of each copy: its host's number, with ``DISK`` added for a copy on disk."""
         self.offset = array("q")
         self.next = array("i")
         self.row = array("i")
+        self.num_unreadable = 0
+        """Number of objects whose copies are all on lost hosts."""
+        self.lost_hosts: set[int] = set()
         self._spare = array("i")
 
     # The methods below handle the copies of one object.
 
-    def iterate(self, row: int) -> Iterator[tuple[int, int]]:
+    def _iterate(self, row: int) -> Iterator[tuple[int, int]]:
         """Yield the tag (number of the host, marked if it is its disk) and the offset of each copy
         of an object.
         """
-        at = self.first[row]
+        at = self._rows.first_copy[row]
         while at >= 0:
             yield self.host[at], self.offset[at]
             at = self.next[at]
 
+    def replicas(self, row: int) -> list[Replica]:
+        """Return all replicas of the row's object in memory, those on lost hosts included."""
+        return [Replica(tag, offset) for tag, offset in self._iterate(row) if tag < DISK]
+
+    def disks(self, row: int) -> list[int]:
+        """Return the hosts that have the object on disk, lost hosts included."""
+        if not self._rows.num_disks[row]:
+            return []
+        return [tag - DISK for tag, _ in self._iterate(row) if tag >= DISK]
+
     def has(self, row: int, tag: int) -> bool:
         """Return True if the object has a copy with this tag (a host's memory or disk)."""
-        at = self.first[row]
+        at = self._rows.first_copy[row]
         while at >= 0 and self.host[at] != tag:
             at = self.next[at]
         return at >= 0
 
-    def add(self, row: int, tag: int, offset: int) -> None:
-        """Add a copy to the object in ``row``. REQUIRES: it has no copy with this tag (in the same
-        memory or on the same disk).
-        """
+    def has_any(self, row: int) -> bool:
+        """Return True if the object has a copy, which may be on a lost host."""
+        return self._rows.first_copy[row] >= 0
+
+    def add_replica(self, row: int, replica: Replica) -> None:
+        """Add a copy in memory. REQUIRES: the object has none in that host's memory."""
+        self._add(row, replica.host, replica.offset)
+
+    def add_disk(self, row: int, host: int) -> None:
+        """Add a copy on a disk. REQUIRES: the object has none on that host's disk."""
+        self._add(row, host | DISK, 0)
+        self._rows.num_disks[row] += 1
+
+    def _add(self, row: int, tag: int, offset: int) -> None:
         assert not self.has(row, tag), tag
+        rows = self._rows
         (at,) = self.take(1)
         self.host[at] = tag
         self.offset[at] = offset
         self.row[at] = row
-        self.next[at] = self.first[row]
-        self.first[row] = at
+        self.next[at] = rows.first_copy[row]
+        rows.first_copy[row] = at
+        if tag & ~DISK in self.lost_hosts:
+            return
+        if tag < DISK:
+            rows.num_in_memory[row] += 1
+        if not self._is_on_other_tier(row, tag):
+            if rows.num_live[row] == 0:
+                self.num_unreadable -= 1
+            rows.num_live[row] += 1
 
-    def drop(self, row: int, tag: int) -> int | None:
-        """Remove an object's copy with this tag (a host's memory or disk). Return its offset; None
-        without such a copy.
+    def _is_on_other_tier(self, row: int, tag: int) -> bool:
+        """Return True if the host of this copy, which ``tag`` names, also has one on its other
+        tier: on disk besides memory, or the reverse.
         """
-        before, at = -1, self.first[row]
+        return (tag >= DISK or self._rows.num_disks[row] > 0) and self.has(row, tag ^ DISK)
+
+    def drop_replica(self, row: int, host: int) -> Replica | None:
+        """Remove the copy in the memory of ``host`` and return it; None without one.
+
+        An object without copies stays in the directory, unreadable, until it is removed.
+        """
+        offset = self._drop(row, host)
+        return None if offset is None else Replica(host, offset)
+
+    def drop_disk(self, row: int, host: int) -> bool:
+        """Remove the copy on the disk of ``host``. Return False if there was none."""
+        if not self._rows.num_disks[row] or self._drop(row, host | DISK) is None:
+            return False
+        self._rows.num_disks[row] -= 1
+        return True
+
+    def _drop(self, row: int, tag: int) -> int | None:
+        rows, before, at = self._rows, -1, self._rows.first_copy[row]
         while at >= 0 and self.host[at] != tag:
             before, at = at, self.next[at]
         if at < 0:
             return None
         if before < 0:
-            self.first[row] = self.next[at]
+            rows.first_copy[row] = self.next[at]
         else:
             self.next[before] = self.next[at]
         self.host[at] = FREE_HOST
         self._spare.append(at)
+        if tag & ~DISK not in self.lost_hosts:
+            if tag < DISK:
+                rows.num_in_memory[row] -= 1
+            if not self._is_on_other_tier(row, tag):
+                rows.num_live[row] -= 1
+                if rows.num_live[row] == 0:
+                    self.num_unreadable += 1
         return self.offset[at]
 
     # The methods below handle many rows at a time, in numpy columns.
@@ -95,8 +151,7 @@ class Copies:
         """Return the rows of the objects that have a copy with this tag (a host's memory or
         disk).
         """
-        at = np.flatnonzero(view(self.host) == tag)
-        return view(self.row)[at].astype(np.int64)
+        return self.places_with(tag)[0]
 
     def places_with(self, tag: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """Return the rows of the objects that have a copy with this tag (a host's memory or disk),
@@ -104,6 +159,35 @@ class Copies:
         """
         at = np.flatnonzero(view(self.host) == tag)
         return view(self.row)[at].astype(np.int64), view(self.offset)[at].astype(np.uint64)
+
+    def rows_on_host(self, host: int) -> list[int]:
+        """Return the rows of the objects that have a replica in the memory of ``host``."""
+        return self.rows_with(host).tolist()
+
+    def rows_on_disk(self, host: int) -> list[int]:
+        """Return the rows of the objects that have a copy on the disk of ``host``."""
+        return self.rows_with(host | DISK).tolist()
+
+    def lose_host(self, host: int) -> None:
+        """Count the copies on ``host`` as unreadable, without removing them."""
+        if host not in self.lost_hosts:
+            self.lost_hosts.add(host)
+            self._count_host(host, -1)
+
+    def find_host(self, host: int) -> None:
+        """Count the copies on ``host``, which was lost, as readable again."""
+        if host in self.lost_hosts:
+            self.lost_hosts.remove(host)
+            self._count_host(host, 1)
+
+    def _count_host(self, host: int, step: int) -> None:
+        in_memory, on_disk = map(self.rows_with, (host, host | DISK))
+        either = np.union1d(in_memory, on_disk) if len(on_disk) else in_memory
+        live = view(self._rows.num_live)
+        before = np.count_nonzero(live[either] == 0)
+        view(self._rows.num_in_memory)[in_memory] += step
+        live[either] += step
+        self.num_unreadable += int(np.count_nonzero(live[either] == 0) - before)
 
     def are_on(self, rows: npt.NDArray[np.int64], is_good: bytes) -> npt.NDArray[np.bool_]:
         """Return, for each row, True if all copies of its object are in the memory of good hosts.
@@ -114,18 +198,18 @@ class Copies:
         """
         hosts_good = np.frombuffer(is_good, np.uint8).astype(bool)
         good = np.ones(len(rows), bool)
-        at = view(self.first)[rows].astype(np.int64)
+        at = view(self._rows.first_copy)[rows].astype(np.int64)
         while (live := np.flatnonzero(good & (at >= 0))).size:
             good[live] &= hosts_good[view(self.host)[at[live]]]
             at[live] = view(self.next)[at[live]]
         return good
 
     def drop_all(self, rows: npt.NDArray[np.int64]) -> dict[int, tuple[list[int], list[int]]]:
-        """Remove all copies of objects. Return, by tag (a host's memory or disk), the rows that had
-        a copy and the copies' offsets.
+        """Remove all copies of objects, all of them readable. Return, by tag (a host's memory or
+        disk), the rows that had a copy and the copies' offsets.
         """
         places: dict[int, tuple[list[int], list[int]]] = {}
-        at, owners = view(self.first)[rows].astype(np.int64), rows
+        at, owners = view(self._rows.first_copy)[rows].astype(np.int64), rows
         while at.size:
             tags = view(self.host)[at]
             for tag in np.unique(tags).tolist():
@@ -137,6 +221,7 @@ class Copies:
             self._spare.frombytes(at.astype(np.int32).tobytes())
             after = view(self.next)[at].astype(np.int64)
             at, owners = after[after >= 0], owners[after >= 0]
+        view(self._rows.num_live)[rows] = view(self._rows.num_in_memory)[rows] = 0
         return places
 
     def take(self, count: int) -> list[int]:
@@ -149,19 +234,3 @@ class Copies:
         """Free entries of the table that ``take`` allocated; ``fill`` clears their cells."""
         fill(places, [(self.host, FREE_HOST)])
         self._spare.extend(places)
-
-
-def take_rows(spare: "array[int]", columns: "Sequence[array[int]]", count: int) -> list[int]:
-    """Allocate rows of a table that is stored as ``columns``, and return their numbers: the spare
-    ones first, then new ones at the end of each column.
-    """
-    reused = min(count, len(spare))
-    taken = spare[len(spare) - reused :].tolist()
-    del spare[len(spare) - reused :]
-    missing = count - reused
-    if missing:
-        first = len(columns[0])
-        for column in columns:
-            column.frombytes(bytes(column.itemsize * missing))
-        taken += range(first, first + missing)
-    return taken

@@ -5,20 +5,19 @@ has a lease.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tandem.core.clock import Clock
 from tandem.core.errors import TandemError
 from tandem.store.master.state.ledger import ExtentEvent, SpaceLedger
+from tandem.store.master.state.orders import RETRY_S, OrderLine
 from tandem.store.messages import Ack, ForgetObjects, WipeExtents
 
 __all__ = ["Drops"]
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.25
 WIPE_BATCH = 2_000
 
 
@@ -62,10 +61,8 @@ class Drops:
     sessions with the host.
 
     Args:
-        host: the host's name.
+        line: sends orders to the host; borrowed.
         ledger: the uses of the host's space; borrowed.
-        order: sends an order to the host, like ``HostSpace.order``.
-        spawn: runs a coroutine that ends with the session.
         on_space: called when space has become free.
         clock: times the leases.
         lease_ms: length of readers' leases.
@@ -73,10 +70,8 @@ class Drops:
 
     def __init__(
         self,
-        host: str,
+        line: OrderLine,
         ledger: SpaceLedger,
-        order: Callable[..., Awaitable[Any]],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_space: Callable[[], None],
         *,
         clock: Clock,
@@ -86,10 +81,8 @@ class Drops:
         """Offsets that another host is copying from. They are not freed before the copy has
         ended.
         """
-        self._host = host
+        self._line = line
         self._ledger = ledger
-        self._order = order
-        self._spawn = spawn
         self._on_space = on_space
         self._clock = clock
         self._lease_ms = lease_ms
@@ -171,7 +164,7 @@ class Drops:
         self._to_wipe += dropped
         if not self._is_wiping:
             self._is_wiping = True
-            self._spawn(self._wipe())
+            self._line.spawn(self._wipe())
         return going.done
 
     def watch_wipe(self, offset: int) -> "asyncio.Future[None] | None":
@@ -201,11 +194,11 @@ class Drops:
         while self._to_wipe:
             batch, self._to_wipe = self._to_wipe[:WIPE_BATCH], self._to_wipe[WIPE_BATCH:]
             try:
-                await self._order(
+                await self._line.order(
                     "wipe", WipeExtents, Ack, offsets=[dropped.offset for dropped in batch]
                 )
             except TandemError as error:
-                logger.debug("event=wipe_failed host=%s reason=%s", self._host, error)
+                logger.debug("event=wipe_failed host=%s reason=%s", self._line.host, error)
                 self._to_wipe[:0] = batch
                 await asyncio.sleep(RETRY_S)
             else:
@@ -289,7 +282,7 @@ class Drops:
         self._to_forget.append(forget)
         if not self._is_forgetting:
             self._is_forgetting = True
-            self._spawn(self._send_forgets())
+            self._line.spawn(self._send_forgets())
 
     async def _send_forgets(self) -> None:
         while self._to_forget:
@@ -297,9 +290,9 @@ class Drops:
             keys = [forget.key for forget in batch]
             versions = [forget.version for forget in batch]
             try:
-                await self._order("forget", ForgetObjects, Ack, keys=keys, versions=versions)
+                await self._line.order("forget", ForgetObjects, Ack, keys=keys, versions=versions)
             except TandemError as error:
-                logger.debug("event=forget_failed host=%s reason=%s", self._host, error)
+                logger.debug("event=forget_failed host=%s reason=%s", self._line.host, error)
                 await asyncio.sleep(RETRY_S)
                 continue
             del self._to_forget[: len(batch)]

@@ -120,15 +120,16 @@ class SpaceLedger:
         self._leases: list[tuple[int, int]] = []
         """Heap of leased ranges: (until_ms, offset)."""
 
-    def count_bytes(self, space: Space) -> int:
-        """Return the bytes of all ranges with a use other than FREE. REQUIRES: ``open`` was
-        called.
+    def count_bytes(self, *spaces: Space) -> int:
+        """Return the bytes of all ranges with one of these uses, except SEALED, which is not
+        listed.
         """
-        if space is not Space.SEALED:
-            return self._bytes[space]
-        assert self.allocator is not None
-        listed = sum(self._bytes.values())
-        return self.allocator.used_bytes - listed
+        return sum(self._bytes[space] for space in spaces)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of dropped objects: freed once wiped and without readers' leases."""
+        return self.count_bytes(Space.WIPING, Space.LEASED)
 
     def list_extents(self, *spaces: Space) -> list[Extent]:
         """Return the ranges with one of these uses, except SEALED, which is not listed."""

@@ -1,49 +1,31 @@
-"""One host as its master sees it: its session, the orders sent to it, and its space.
+"""One host as its master sees it: its session and its space.
 
-``ledger.py`` has the use of the space, ``writers`` the clients that may write, ``drops`` the
-removed objects.
+``ledger.py`` has the use of the space, ``orders`` sends orders to the host, ``writers`` has the
+clients that may write, ``drops`` the removed objects.
 """
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem._native import SegmentAllocator
 from tandem.core.clock import Clock
-from tandem.core.errors import CorruptionError, DeadlineError, PeerLostError, TandemError
+from tandem.core.errors import CorruptionError
 from tandem.store.formats import layout
 from tandem.store.master.policies import HostView
-from tandem.store.master.state.answering import Answering
 from tandem.store.master.state.drops import Drops
 from tandem.store.master.state.ledger import Extent, ExtentEvent, Space, SpaceLedger
 from tandem.store.master.state.orders import OrderLine
 from tandem.store.master.state.writers import Writers
-from tandem.store.messages import (
-    Ack,
-    DiskStatus,
-    Endpoint,
-    HostStage,
-    JoinHost,
-    Order,
-    WipeExtents,
-)
+from tandem.store.messages import DiskStatus, Endpoint, HostStage, JoinHost
 from tandem.store.sessions import Caller
-from tandem.store.tasks import Tasks
 
-__all__ = ["ORDER_TIMEOUT_S", "Extent", "HostSpace"]
+__all__ = ["Extent", "HostSpace"]
 
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-ORDER_TIMEOUT_S = 5.0
-RETRY_S = 0.25
 LOAD_HALF_LIFE_S = 1.0
-QUICK_ORDERS = frozenset({"seal", "wipe", "repin", "open_writer"})
-"""Orders that wait for nothing but the host's own thread."""
 
 
 class HostSpace:
@@ -96,8 +78,8 @@ class HostSpace:
         self.purging: list[asyncio.Future[Any]] = []
         """Futures that are done when the dead objects of the host's inventory are wiped."""
         self.caller: Caller | None = None
-        self.line: OrderLine | None = None
-        """The orders of the session; None without a session."""
+        self.line = OrderLine(name, clock, epoch, on_space)
+        """The way of the master's orders to the host."""
         self.session = -1
         self.attempt = -1
         self.num_pages = 0
@@ -115,16 +97,12 @@ class HostSpace:
         self.confirmed: dict[int, int] = {}
         """Lengths of extents by row, from the inventory that is arriving."""
         self.ledger = SpaceLedger()
+        self.writers = Writers(self.line, self.ledger, on_space)
+        self.drops = Drops(self.line, self.ledger, on_space, clock=clock, lease_ms=lease_ms)
         self._clock = clock
-        self._epoch = epoch
         self._on_space = on_space
-        self._tasks = Tasks()
-        ways = self.ledger, self.order, self.spawn, on_space
-        self.writers = Writers(name, *ways)
-        self.drops = Drops(name, *ways, clock=clock, lease_ms=lease_ms)
         self._load_bytes = 0.0
         self._load_at_s = 0.0
-        self._answering = Answering(ORDER_TIMEOUT_S)
 
     # The properties and methods below describe the host and the use of its space.
 
@@ -153,30 +131,6 @@ class HostSpace:
         allocator = self.ledger.allocator
         return self.capacity_bytes if allocator is None else allocator.used_bytes
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the ranges that are reserved for objects being written or copied."""
-        return self.ledger.count_bytes(Space.HELD)
-
-    @property
-    def dropped_bytes(self) -> int:
-        """Bytes of dropped objects: freed once wiped and without readers' leases."""
-        return self.ledger.count_bytes(Space.WIPING) + self.leased_bytes
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes of the ranges of removed objects whose headers are wiped, and which readers' leases
-        still keep from reuse.
-        """
-        return self.ledger.count_bytes(Space.LEASED)
-
-    @property
-    def quarantined_bytes(self) -> int:
-        """Bytes of ranges that are kept until the failed clients that were writing there are proven
-        unable to write.
-        """
-        return self.ledger.count_bytes(Space.QUARANTINED)
-
     def view(self) -> HostView:
         """Return the facts about this host for the policies."""
         return HostView(
@@ -186,7 +140,7 @@ class HostSpace:
             free_bytes=self.capacity_bytes - self.used_bytes,
             capacity_bytes=self.capacity_bytes,
             load_bytes=self._decay_load(),
-            is_silent=self.is_silent,
+            is_silent=self.line.is_silent,
         )
 
     def endpoint(self, write_base: int = -1) -> Endpoint:
@@ -205,14 +159,14 @@ class HostSpace:
         self._load_at_s = now_s
         return self._load_bytes
 
-    # The methods below begin and end sessions, and send orders to the host.
+    # The methods below begin and end sessions with the host.
 
     def begin_session(self, caller: Caller, session: int, join: JoinHost) -> None:
         """Note that the host has joined with a new session. Its inventory (list of objects)
         follows.
         """
         self.caller, self.session = caller, session
-        self.line = OrderLine(caller, session, self._epoch)
+        self.line.begin(caller, session)
         self.attempt = join.attempt
         self.machine, self.segment_id = join.machine, join.segment_id
         self.address, self.read_base = join.address, join.read_base
@@ -233,12 +187,8 @@ class HostSpace:
         operations are over.
         """
         self.caller, self.session = None, -1
-        if self.line is not None:
-            self.line.end()
-            self.line = None
+        self.line.end()
         self.stage = HostStage.LOST
-        self._tasks.cancel()
-        self._answering.reset()
         self.purging.clear()
         self.writers.end()
         self.drops.end_session()
@@ -277,80 +227,6 @@ class HostSpace:
             self.capacity_bytes = capacity_bytes
         self._on_space()  # This also wakes waiters for space that will never exist.
 
-    async def order(
-        self,
-        method: str,
-        kind: type[Order],
-        response: type[T],
-        *,
-        timeout_s: float = ORDER_TIMEOUT_S,
-        **fields: Any,
-    ) -> T:
-        """Send an order and wait for the answer. Raises: PeerLostError if the host is lost; see
-        ``OrderLine.send``.
-        """
-        if self.line is None:
-            raise PeerLostError("store.order", f"host {self.name} is not connected")
-        sent_s = self._clock.now_s()
-        answer = self.line.send(method, kind, response, timeout_s=timeout_s, **fields)
-        return await (self._watch(answer, sent_s) if method in QUICK_ORDERS else answer)
-
-    async def _watch(self, answering: Awaitable[T], sent_s: float) -> T:
-        """Wait for the answer to an order that the host usually answers at once, and record how
-        long it took.
-        """
-        number, session = object(), self.session
-        self._answering.note_sent(number, sent_s)
-        try:
-            answer = await answering
-        except DeadlineError:
-            if session == self.session:
-                self.doubt()
-            raise
-        finally:
-            self._answering.note_ended(number)
-        if self._answering.note_answer(sent_s, self._clock.now_s()):
-            logger.info("event=host_answers host=%s", self.name)
-            self._on_space()
-        return answer
-
-    # The methods below judge whether the host answers in time.
-
-    @property
-    def is_silent(self) -> bool:
-        """True if the host has been silent for much longer than usual, so that another host is the
-        better choice.
-        """
-        return self._answering.is_silent(self._clock.now_s())
-
-    def answer_timeout_s(self, num_objects: int = 0) -> float:
-        """Return how long to wait for a quick order about ``num_objects`` objects if other hosts
-        could do it, seconds.
-        """
-        return self._answering.answer_timeout_s(num_objects)
-
-    def doubt(self) -> None:
-        """Note that the host did not answer, or that bytes did not reach it. It counts as silent
-        until it answers a later order.
-        """
-        if self.caller is None:
-            return
-        if self._answering.doubt(self._clock.now_s()):
-            logger.warning("event=host_silent host=%s", self.name)
-            self.spawn(self._probe())
-
-    async def _probe(self) -> None:
-        while self._answering.is_doubted:
-            try:
-                await self.order("wipe", WipeExtents, Ack, offsets=[])
-            except TandemError as error:
-                logger.debug("event=probe_failed host=%s reason=%s", self.name, error)
-                await asyncio.sleep(RETRY_S)
-
-    def spawn(self, work: Any) -> None:
-        """Run a coroutine in the background that is cancelled when the host's session ends."""
-        self._tasks.spawn(work)
-
     # The methods below reserve and free space on the host.
 
     def allocate(self, length: int, *, is_load: bool = False) -> Extent | None:
@@ -368,23 +244,13 @@ class HostSpace:
         """Reserve ranges for new objects, all or none. Return their offsets."""
         return self.ledger.take(lengths) if self.stage is HostStage.ACTIVE else None
 
-    def seal(self, offsets: Sequence[int]) -> None:
-        """Note that the objects written to these ranges are in the directory from now on."""
-        self.ledger.move(ExtentEvent.SEAL, offsets)
-
     def release(self, offsets: Sequence[int]) -> None:
         """Free ranges that, as the caller ensures, have neither writers nor readers, and wake the
         puts that wait for space.
         """
         if offsets:
-            self.untake(offsets)
+            self.ledger.move(ExtentEvent.GIVE_BACK, offsets)
             self._on_space()
-
-    def untake(self, offsets: Sequence[int]) -> None:
-        """Give back ranges that were just reserved, without waking the puts that wait for space:
-        what is free now was free before.
-        """
-        self.ledger.move(ExtentEvent.GIVE_BACK, offsets)
 
 
 def _fill(

@@ -12,8 +12,9 @@ from tandem.store.formats.headers import ExtentHeader
 from tandem.store.formats.records import append_record
 from tandem.store.master.policies import Strategy, order_hosts
 from tandem.store.master.state.awaited import Awaited
-from tandem.store.master.state.index import NO_ROW, Directory, Passes
-from tandem.store.master.state.space import ORDER_TIMEOUT_S, Extent, HostSpace
+from tandem.store.master.state.index import NO_ROW, Directory, Passes, Replica
+from tandem.store.master.state.orders import ORDER_TIMEOUT_S
+from tandem.store.master.state.space import Extent, HostSpace
 from tandem.store.master.state.versions import Versions
 from tandem.store.messages import ExtentRecords
 from tandem.store.metrics import StoreCounters
@@ -92,7 +93,7 @@ class StoreState:
         new objects.
         """
         hosts = self.writable_hosts()
-        answering = [host for host in hosts if not host.is_silent]
+        answering = [host for host in hosts if not host.line.is_silent]
         return answering or hosts
 
     def choose_hosts(self, *, preferred: Sequence[str] = (), machine: str = "") -> list[int]:
@@ -113,7 +114,7 @@ class StoreState:
         its place.
         """
         has_others = any(other is not host for other in self.answering_hosts())
-        return host.answer_timeout_s(num_objects) if has_others else ORDER_TIMEOUT_S
+        return host.line.answer_timeout_s(num_objects) if has_others else ORDER_TIMEOUT_S
 
     # The methods below describe objects in the directory.
 
@@ -121,8 +122,8 @@ class StoreState:
         """Return the range of a host's memory that the replica at ``offset`` of the object in
         ``row`` takes.
         """
-        key_bytes = len(self.directory.key(row).encode())
-        return Extent(offset, layout.extent_bytes(key_bytes, self.directory.size(row)))
+        key_bytes = len(self.directory.key[row].encode())
+        return Extent(offset, layout.extent_bytes(key_bytes, self.directory.size[row]))
 
     def record_of(self, row: int, offset: int) -> ExtentRecords:
         """Return the header that the copy of ``row`` at ``offset`` has on its host, as a message
@@ -130,11 +131,11 @@ class StoreState:
         """
         soft_ms = self.directory.soft_pinned_until_ms(row) - self.now_ms()
         header = ExtentHeader(
-            self.directory.key(row),
-            self.directory.size(row),
-            self.directory.version(row),
-            self.directory.checksum(row),
-            self.directory.wanted(row),
+            self.directory.key[row],
+            self.directory.size[row],
+            self.directory.version[row],
+            self.directory.checksum[row],
+            self.directory.wanted[row],
             self.directory.is_hard_pinned(row),
             max(0, soft_ms),
         )
@@ -142,22 +143,32 @@ class StoreState:
         append_record(records, offset, header)
         return records
 
+    def readable_copies(self, row: int) -> list[Replica]:
+        """Return the replicas of the object in ``row`` in memory of connected hosts."""
+        replicas = self.directory.copies.replicas(row)
+        return [replica for replica in replicas if self.hosts[replica.host].caller is not None]
+
+    def hosts_with_disk_copy(self, row: int) -> list[HostSpace]:
+        """Return the connected hosts that have the object in ``row`` on disk."""
+        hosts = [self.hosts[number] for number in self.directory.copies.disks(row)]
+        return [host for host in hosts if host.caller is not None]
+
     def is_version(self, row: int, key: str, version: int) -> bool:
         """Return True if a row of the directory still stands for this version of the key, and was
         not reused since.
         """
-        return self.directory.find(key) == row and self.directory.version(row) == version
+        return self.directory.find(key) == row and self.directory.version[row] == version
 
     def find_copy(self, row: int, host: int) -> int:
         """Return the offset of the copy of the object in ``row`` in a host's memory; -1 without
         one.
         """
-        return next((r.offset for r in self.directory.replicas(row) if r.host == host), -1)
+        return next((r.offset for r in self.directory.copies.replicas(row) if r.host == host), -1)
 
     @property
     def can_be_unsure(self) -> bool:
         """True if ``is_unsure`` could be True for some keys; nearly always False."""
-        return self.directory.num_unreadable > 0 or self.awaited.is_learning
+        return self.directory.copies.num_unreadable > 0 or self.awaited.is_learning
 
     def is_unsure(self, keys: Sequence[str]) -> bool:
         """Return True if one of these keys may have an object on an awaited host (one that has yet
@@ -166,11 +177,11 @@ class StoreState:
         if self.awaited.is_learning:
             return True
         directory = self.directory
-        if not directory.num_unreadable:
+        if not directory.copies.num_unreadable:
             return False
         rows = [row for key in keys if (row := directory.find(key)) != NO_ROW]
         return any(
-            any(replica.host in self.awaited for replica in directory.replicas(row))
-            or any(host in self.awaited for host in directory.disks(row))
+            any(replica.host in self.awaited for replica in directory.copies.replicas(row))
+            or any(host in self.awaited for host in directory.copies.disks(row))
             for row in rows
         )

@@ -1,59 +1,62 @@
-"""The choice of objects to evict, by passes over the directory's columns. Pure."""
+"""The choice of objects and copies to evict, by passes over the directory's columns. Pure."""
 
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-__all__ = ["ALIVE", "VictimColumns", "Victims", "view"]
+from tandem.store.master.state.columns import ALIVE, Columns, view
+from tandem.store.master.state.copies import Copies
 
-ALIVE = 1
-"""Value of a row's flags if the row is in use and has no hard pin."""
+__all__ = ["Victims"]
+
 BATCH = 16_384
 """Number of candidates that one pass collects."""
-
-
-class VictimColumns(NamedTuple):
-    """The directory's columns that the choice reads; borrowed."""
-
-    size: "array[int]"
-    flags: "array[int]"
-    used_tick: "array[int]"
-    lease_until_ms: "array[int]"
-    soft_until_ms: Mapping[int, int]
-    """Time at which each soft pin ends, by row."""
 
 
 class Victims:
     """Eviction candidates that a pass found and that are not evicted yet.
 
     Args:
-        columns: the directory's columns.
-        rows_on_host: returns the rows with a copy in a host's memory.
-        is_on: returns True if a row has a copy in a host's memory.
+        columns: the directory's columns; borrowed.
+        copies: the objects' copies; borrowed.
     """
 
-    def __init__(
-        self,
-        columns: VictimColumns,
-        rows_on_host: Callable[[int], npt.NDArray[np.int64]],
-        is_on: Callable[[int, int], bool],
-    ) -> None:
+    def __init__(self, columns: Columns, copies: Copies) -> None:
         self._columns = columns
-        self._rows_on_host = rows_on_host
-        self._is_on = is_on
+        self._copies = copies
         self._queues: dict[int | None, deque[tuple[int, int]]] = {}
         """Candidate rows with their times of last use, by host; None for any host."""
 
-    def pick(self, now_ms: int, min_bytes: int, host: int | None, mean_bytes: int) -> list[int]:
-        """Return the rows to evict, as ``Directory.pick_victims`` describes. ``mean_bytes`` is the
-        mean size of all values.
+    def pick_surplus(self, host: int, now_ms: int, min_bytes: int) -> list[int]:
+        """Return the rows of objects with a surplus copy in the memory of ``host``: they have more
+        replicas than their puts asked for.
+
+        Least recently used first, until their values have ``min_bytes``; leased rows are skipped.
+        Pins do not matter, since as many replicas as wanted stay on connected hosts.
+        """
+        if host in self._copies.lost_hosts:
+            return []
+        columns, rows = self._columns, self._copies.rows_with(host)
+        memory, wanted = view(columns.num_in_memory)[rows], view(columns.wanted)[rows]
+        rows = rows[(memory > wanted) & (view(columns.lease_until_ms)[rows] <= now_ms)]
+        rows = rows[np.argsort(view(columns.used_tick)[rows])]
+        ends = np.cumsum(np.maximum(view(columns.size)[rows], 1))
+        return rows[: int(np.searchsorted(ends, min_bytes)) + 1].tolist()
+
+    def pick(self, now_ms: int, min_bytes: int, host: int | None = None) -> list[int]:
+        """Return rows to evict that free ``min_bytes`` of values, least recently used first.
+
+        Leased and hard-pinned rows are skipped; soft-pinned ones are returned only if the others do
+        not suffice. If the rows have fewer bytes than asked, nothing more can be evicted.
+
+        Args:
+            now_ms: leases and soft pins that end later count.
+            min_bytes: bytes of values to free; only the last row may exceed it.
+            host: only objects with a replica there; None for any.
         """
         chosen: list[int] = []
-        missing = min_bytes
+        missing, mean_bytes = min_bytes, self._columns.mean_bytes
         for soft in (False, True):
             taken = set(chosen)
             for refilled in (False, True):
@@ -80,7 +83,7 @@ class Victims:
                 continue
             if columns.soft_until_ms.get(row, 0) > now_ms and not soft:
                 continue
-            if host is None or self._is_on(row, host):
+            if host is None or self._copies.has(row, host):
                 yield row
 
     def _find(
@@ -90,7 +93,7 @@ class Victims:
         able = (view(columns.flags) == ALIVE) & (view(columns.lease_until_ms) <= now_ms)
         if host is not None:
             there = np.zeros(len(able), dtype=bool)
-            there[self._rows_on_host(host)] = True
+            there[self._copies.rows_with(host)] = True
             able &= there
         if taken:
             able[list(taken)] = False
@@ -106,8 +109,3 @@ class Victims:
             rows, ticks = rows[nearest], ticks[nearest]
         order = np.argsort(ticks)
         return deque(zip(rows[order].tolist(), ticks[order].tolist(), strict=True))
-
-
-def view(column: "array[int]") -> npt.NDArray[Any]:
-    """Return a column as a numpy array. Use it briefly: an array that is viewed cannot grow."""
-    return np.frombuffer(column, dtype=column.typecode) if column else np.empty(0, column.typecode)

@@ -2,19 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.store.master.state.ledger import ExtentEvent, SpaceLedger
+from tandem.store.master.state.orders import RETRY_S, OrderLine
 from tandem.store.messages import Ack, CloseWriter, Opened, OpenWriter
 
 __all__ = ["Writers"]
 
 logger = logging.getLogger(__name__)
-
-RETRY_S = 0.25
 
 
 @dataclass(slots=True, eq=False)
@@ -32,25 +30,19 @@ class Writers:
     """The writers of one host: clients with the right to write into its memory.
 
     Args:
-        host: the host's name.
+        line: sends orders to the host; borrowed.
         ledger: the uses of the host's space; borrowed.
-        order: sends an order to the host, like ``HostSpace.order``.
-        spawn: runs a coroutine that ends with the session.
         on_space: called when space has become free.
     """
 
     def __init__(
         self,
-        host: str,
+        line: OrderLine,
         ledger: SpaceLedger,
-        order: Callable[..., Awaitable[Any]],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_space: Callable[[], None],
     ) -> None:
-        self._host = host
+        self._line = line
         self._ledger = ledger
-        self._order = order
-        self._spawn = spawn
         self._on_space = on_space
         self._writers: dict[str, _Writer] = {}
 
@@ -77,7 +69,7 @@ class Writers:
         except asyncio.CancelledError:
             if writer.base.cancelled():  # The session ended, or the client was fenced.
                 raise PeerLostError(
-                    "store.write", f"host {self._host} was lost, or the client was shut out"
+                    "store.write", f"host {self._line.host} was lost, or the client was shut out"
                 ) from None
             raise
 
@@ -110,7 +102,7 @@ class Writers:
             return
         for offsets in writer.held.values():
             self._ledger.move(ExtentEvent.FENCE, offsets)
-        self._spawn(self._prove_gone(client, writer))
+        self._line.spawn(self._prove_gone(client, writer))
 
     def _writer(self, client: str) -> _Writer:
         writer = self._writers.get(client)
@@ -118,7 +110,7 @@ class Writers:
             writer = _Writer(asyncio.get_running_loop().create_future())
             writer.base.add_done_callback(_retrieve)
             self._writers[client] = writer
-            self._spawn(self._ask_writer(client, writer))
+            self._line.spawn(self._ask_writer(client, writer))
         return writer
 
     async def _ask_writer(self, client: str, writer: _Writer) -> None:
@@ -126,13 +118,13 @@ class Writers:
         # withdrawing it needs that address.
         while not writer.base.done():
             try:
-                opened = await self._order("open_writer", OpenWriter, Opened, client=client)
+                opened = await self._line.order("open_writer", OpenWriter, Opened, client=client)
             except PeerLostError as error:
                 if not writer.base.done():
                     writer.base.set_exception(error)
                 return
             except TandemError as error:
-                logger.debug("event=open_writer_failed host=%s reason=%s", self._host, error)
+                logger.debug("event=open_writer_failed host=%s reason=%s", self._line.host, error)
                 await asyncio.sleep(RETRY_S)
                 continue
             if not writer.base.done():
@@ -145,13 +137,13 @@ class Writers:
             return  # The session is over. The host closes all writers before its next inventory.
         while True:
             try:
-                closed = await self._order("close_writer", CloseWriter, Ack, write_base=base)
+                closed = await self._line.order("close_writer", CloseWriter, Ack, write_base=base)
             except TandemError as error:
-                logger.debug("event=close_writer_failed host=%s reason=%s", self._host, error)
+                logger.debug("event=close_writer_failed host=%s reason=%s", self._line.host, error)
             else:
                 if closed.ok:
                     break
-                logger.warning("event=writer_lingers host=%s client=%s", self._host, client)
+                logger.warning("event=writer_lingers host=%s client=%s", self._line.host, client)
             await asyncio.sleep(RETRY_S)
         for offsets in writer.held.values():
             self._ledger.move(ExtentEvent.PROVE, offsets)
