@@ -5,6 +5,8 @@
 import asyncio
 import itertools
 import logging
+import threading
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -82,18 +84,58 @@ class _Peers:
     def _drop(self, address: str) -> None:
         task = self._opened.pop(address, None)
         if task is not None and task.done() and task.exception() is None:
-            try:
-                task.result().close()
-            except TandemError as error:
-                logger.debug("event=segment_close_failed reason=%s", error)
+            _close(task.result())
 
 
-class TransferClientPort:
-    """The data path of a store client. The transfer engine is borrowed."""
+class _BlockingPeers:
+    """The segments (registered memory) of other processes, for threads: reads and writes block the
+    caller, and the coroutine never suspends.
+    """
 
     def __init__(self, engine: TransferEngine) -> None:
         self._engine = engine
-        self._peers = _Peers(engine)
+        self._lock = threading.Lock()
+        self._opened: dict[str, Segment] = {}
+
+    async def move(
+        self, op: Op, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float
+    ) -> None:
+        """Read or write all pieces, as ``_Peers.move`` does."""
+        deadline_s = time.monotonic() + timeout_s
+        segment = self._open(endpoint.address, min(timeout_s, OPEN_TIMEOUT_S))
+        left_s = max(0.001, deadline_s - time.monotonic())
+        try:
+            self._engine.submit_ranges(op, segment, pieces, deadline_s=left_s).wait()
+        except PeerLostError:
+            with self._lock:
+                lost = self._opened.pop(endpoint.address, None)
+            if lost is not None:
+                _close(lost)
+            raise
+
+    def _open(self, address: str, timeout_s: float) -> Segment:
+        segment = self._opened.get(address)
+        if segment is not None:
+            return segment
+        opened = self._engine.open(address, deadline_s=timeout_s)
+        with self._lock:
+            segment = self._opened.setdefault(address, opened)
+        if segment is not opened:
+            opened.close()
+        return segment
+
+
+class TransferClientPort:
+    """The data path of a store client. The transfer engine is borrowed.
+
+    Args:
+        engine: moves the bytes.
+        is_blocking: True for a port of ``make_blocking_client``, whose calls block the thread.
+    """
+
+    def __init__(self, engine: TransferEngine, *, is_blocking: bool = False) -> None:
+        self._engine = engine
+        self._peers = _BlockingPeers(engine) if is_blocking else _Peers(engine)
 
     def register(self, memory: npt.NDArray[np.uint8]) -> Buffer:
         """Register memory for this process's own transfers. Remote processes cannot reach it."""
@@ -196,6 +238,13 @@ class TransferHostPort:
         if length:
             piece = (self._reader, offset, source.read_base + source_offset, length)
             await self._peers.move(Op.READ, source, [piece], timeout_s)
+
+
+def _close(segment: Segment) -> None:
+    try:
+        segment.close()
+    except TandemError as error:  # The connection is gone already.
+        logger.debug("event=segment_close_failed reason=%s", error)
 
 
 def _retrieve(task: "asyncio.Task[Segment]") -> None:

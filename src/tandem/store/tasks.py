@@ -1,12 +1,26 @@
-"""Background tasks that outlive the caller that started them, and end with their owner."""
+"""Background tasks that outlive the caller that started them, and end with their owner; functions
+that run in a thread.
+"""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["Tasks"]
+__all__ = ["Tasks", "in_thread"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def in_thread(step: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return a coroutine function that runs ``step``, which blocks, in a thread."""
+
+    @functools.wraps(step)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(step, *args, **kwargs)
+
+    return run
 
 
 class Tasks:

@@ -8,34 +8,26 @@ that cannot block so are run by the client's event loop in another thread.
 import asyncio
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from tandem.core.errors import (
     DeadlineError,
     InternalError,
     PeerLostError,
-    TandemError,
     UnsentError,
 )
 from tandem.rpc import BegunCall, run_threadsafe
 from tandem.store.client.client import AsyncStoreClient
 from tandem.store.client.master_calls import MasterCalls
-from tandem.store.interfaces import Piece, ThreadChannel
-from tandem.store.messages import Endpoint
-from tandem.transfer import Buffer, Op, Segment, TransferEngine
+from tandem.store.interfaces import ClientPort, ThreadChannel
 
 __all__ = ["drive", "make_blocking_client"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-OPEN_TIMEOUT_S = 3.0
 LOST_ERRORS = (PeerLostError, DeadlineError, UnsentError)
 """Errors after which the event loop repeats a call, if time is left."""
 
@@ -58,7 +50,7 @@ def drive(work: Coroutine[Any, Any, T]) -> T:
 def make_blocking_client(
     client: AsyncStoreClient,
     channel: ThreadChannel,
-    engine: TransferEngine,
+    port: ClientPort,
     loop: asyncio.AbstractEventLoop,
 ) -> AsyncStoreClient:
     """Return a client whose coroutines block the thread and never suspend, so that ``drive`` can
@@ -67,10 +59,10 @@ def make_blocking_client(
     Args:
         client: the client whose session with the master is used; it belongs to ``loop``.
         channel: the channel to the master, for calls from other threads.
-        engine: the transfer engine that moves the bytes; borrowed.
+        port: the data path, whose calls block the thread and never suspend.
         loop: runs the parts that cannot block.
     """
-    return client.make_twin(_BlockingCalls(client.calls, channel, loop), _BlockingPort(engine))
+    return client.make_twin(_BlockingCalls(client.calls, channel, loop), port)
 
 
 class _BlockingCalls(MasterCalls):
@@ -154,58 +146,3 @@ class _BlockingCalls(MasterCalls):
 
     async def aclose(self) -> None:
         """Do nothing, since this client has no background tasks."""
-
-
-class _BlockingPort:
-    """The data path of a blocking client: a read or write blocks the thread until all bytes are
-    moved.
-
-    Each host's segment is opened on the first use of its address.
-    """
-
-    def __init__(self, engine: TransferEngine) -> None:
-        self._engine = engine
-        self._lock = threading.Lock()
-        self._opened: dict[str, Segment] = {}
-
-    def register(self, memory: npt.NDArray[np.uint8]) -> Buffer:
-        return self._engine.register(memory, remote=False)
-
-    def unregister(self, handle: Buffer) -> None:
-        self._engine.unregister(handle)
-
-    async def write(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        self._move(Op.WRITE, endpoint, pieces, timeout_s)
-
-    async def read(self, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        self._move(Op.READ, endpoint, pieces, timeout_s)
-
-    def _move(self, op: Op, endpoint: Endpoint, pieces: Sequence[Piece], timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        segment = self._open(endpoint.address, min(timeout_s, OPEN_TIMEOUT_S))
-        left_s = max(0.001, deadline_s - time.monotonic())
-        try:
-            self._engine.submit_ranges(op, segment, pieces, deadline_s=left_s).wait()
-        except PeerLostError:
-            self._drop(endpoint.address)
-            raise
-
-    def _open(self, address: str, timeout_s: float) -> Segment:
-        segment = self._opened.get(address)
-        if segment is not None:
-            return segment
-        opened = self._engine.open(address, deadline_s=timeout_s)
-        with self._lock:
-            segment = self._opened.setdefault(address, opened)
-        if segment is not opened:
-            opened.close()
-        return segment
-
-    def _drop(self, address: str) -> None:
-        with self._lock:
-            segment = self._opened.pop(address, None)
-        if segment is not None:
-            try:
-                segment.close()
-            except TandemError:
-                return  # The connection is gone already.

@@ -5,7 +5,6 @@ objects are visible when the master has had their headers written. Small values 
 request, and the master does the rest.
 """
 
-import itertools
 import logging
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, Self
@@ -29,6 +28,7 @@ from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.config import StoreConfig
 from tandem.store.formats import layout
 from tandem.store.formats.checksum import checksum_table, make_table
+from tandem.store.formats.records import join_pieces
 from tandem.store.interfaces import ClientPort, Piece
 from tandem.store.messages import (
     CommitPut,
@@ -207,16 +207,12 @@ class PutBatch:
         """Send the values within the request for space. The master has the hosts store them, and
         answers with the results of the put.
         """
-        sizes = self._items.sizes
         fields = self._describe()
         if not self._checksums:
             self._checksums, _ = self._items.compute_checksums()
-        if len(self._left) != len(sizes):
-            ends = list(itertools.accumulate(sizes))
-            blob = b"".join(blob[ends[i] - sizes[i] : ends[i]] for i in self._left)
         request = PutInline(
             checksums=[self._checksums[i] for i in self._left],
-            blob=blob,
+            blob=join_pieces(blob, self._items.sizes, self._left),
             settled_below=self._settled_below,
             **fields,
         )
@@ -373,9 +369,8 @@ class PutBatch:
         """
         checksums, tables = self._checksums, self._tables
         if len(self._granted) != len(checksums):
-            sizes = layout.count_chunks_each(self._items.sizes)
-            ends = list(itertools.accumulate(4 * count for count in sizes))
-            tables = b"".join(tables[ends[i] - 4 * sizes[i] : ends[i]] for i in self._granted)
+            sizes = [4 * count for count in layout.count_chunks_each(self._items.sizes)]
+            tables = join_pieces(tables, sizes, self._granted)
             checksums = [checksums[i] for i in self._granted]
         commit = CommitPut(
             first_put_id=self._first_id,

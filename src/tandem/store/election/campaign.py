@@ -122,8 +122,7 @@ class Campaign:
                     await self._take_step()
         finally:
             if self._election.epoch:
-                self._depose()
-                await self._release()
+                await self._end_term()
 
     async def _pause(self) -> None:
         election, now_s = self._election, self._clock.now_s()
@@ -180,16 +179,10 @@ class Campaign:
             self._on_elected(holder.epoch)
 
     async def _end_term(self) -> None:
-        self._depose()
-        await self._release()
-
-    def _depose(self) -> None:
         epoch = self._election.epoch
         self._election.end_term(self._clock.now_s())
         logger.warning("event=deposed epoch=%d", epoch)
         self._on_deposed()
-
-    async def _release(self) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._backend.release(self._timeout_s)

@@ -121,14 +121,13 @@ class Election:
             self.next_step = Question.OBSERVE
         self.next_at_s = now_s + POLL_SHARE * self.ttl_s
 
-    def end_term(self, now_s: float, *, min_epoch: int = 0) -> None:
+    def end_term(self, now_s: float) -> None:
         """Stop serving in this term (the time for which this process was elected) for good, and
         pause so that other candidates go first.
         """
         self.epoch = 0
         self.leader = None
         self.serve_until_s = min(self.serve_until_s, now_s)
-        self.min_epoch = max(self.min_epoch, min_epoch)
         self._plan(Question.OBSERVE, now_s + 2 * POLL_SHARE * self.ttl_s)
 
     def _plan(self, step: Question, at_s: float) -> None:

@@ -5,7 +5,6 @@ appended. Each line is written twice, with a checksum. Only the process that ser
 writes.
 """
 
-import asyncio
 import os
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tandem.core.errors import InternalError
 from tandem.store.corruption_log import CorruptionLog
 from tandem.store.election.roster import Batch, Roster, SavedRoster, Tombstone
 from tandem.store.formats.headers import pack_line, parse_lines
+from tandem.store.tasks import in_thread
 
 __all__ = ["FileRosterStore"]
 
@@ -35,30 +35,11 @@ class FileRosterStore:
         self._tombstones = folder / f"tombstones.{name}"
         self._corruption = CorruptionLog() if corruption is None else corruption
 
-    async def load(self) -> SavedRoster:
+    @in_thread
+    def load(self) -> SavedRoster:
         """Read the roster (the list of hosts) and all tombstones (removals of objects) from the
         files. Raises also: UnsupportedError if a later version wrote them.
         """
-        return await asyncio.to_thread(self._load)
-
-    async def save(self, roster: Roster) -> None:
-        """Replace the file of the roster (the list of hosts) atomically, and sync it to the
-        disk.
-        """
-        line = pack_line(msgspec.json.encode(roster))
-        await asyncio.to_thread(self._save, line)
-
-    async def add(self, batch: Batch) -> None:
-        """Append tombstones (removals of objects) to their file, and sync it to the disk."""
-        await asyncio.to_thread(self._append, pack_line(msgspec.json.encode(batch)))
-
-    async def drop(self, below: int) -> None:
-        """Rewrite the tombstone file without the tombstones (removals of objects) of rounds
-        (writes of the roster) numbered below ``below``.
-        """
-        await asyncio.to_thread(self._drop, below)
-
-    def _load(self) -> SavedRoster:
         lines = self._read_lines(self._members, "roster")
         tombstones = self._load_tombstones()
         if lines is None:
@@ -71,10 +52,27 @@ class FileRosterStore:
             self._corruption.note("roster", f"{self._members}: no copy can be read: {error}")
             return SavedRoster(None, tombstones)
 
-    def _save(self, line: bytes) -> None:
-        self._replace(self._members, line)
+    @in_thread
+    def save(self, roster: Roster) -> None:
+        """Replace the file of the roster (the list of hosts) atomically, and sync it to the
+        disk.
+        """
+        self._replace(self._members, _pack(roster))
         if not self._tombstones.exists():
             self._append(b"")
+
+    @in_thread
+    def add(self, batch: Batch) -> None:
+        """Append tombstones (removals of objects) to their file, and sync it to the disk."""
+        self._append(_pack(batch))
+
+    @in_thread
+    def drop(self, below: int) -> None:
+        """Rewrite the tombstone file without the tombstones (removals of objects) of rounds
+        (writes of the roster) numbered below ``below``.
+        """
+        kept = [batch for batch in self._load_tombstones() if batch[0] >= below]
+        self._replace(self._tombstones, b"".join(map(_pack, kept)))
 
     def _load_tombstones(self) -> list[Batch]:
         batches: list[Batch] = []
@@ -122,11 +120,6 @@ class FileRosterStore:
         except OSError as error:
             raise _describe(self._tombstones, error) from None
 
-    def _drop(self, below: int) -> None:
-        kept = [batch for batch in self._load_tombstones() if batch[0] >= below]
-        lines = (pack_line(msgspec.json.encode(batch)) for batch in kept)
-        self._replace(self._tombstones, b"".join(lines))
-
     def _replace(self, path: Path, data: bytes) -> None:
         draft = path.with_name(f"{path.name}.{os.getpid()}")
         try:
@@ -145,6 +138,10 @@ class FileRosterStore:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _pack(content: Roster | Batch) -> bytes:
+    return pack_line(msgspec.json.encode(content))
 
 
 def _describe(path: Path, error: OSError) -> InternalError:

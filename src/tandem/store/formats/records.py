@@ -1,10 +1,29 @@
-"""Conversion of object headers to and from the columns of ``ExtentRecords``."""
+"""Conversion of object headers to and from the columns of ``ExtentRecords``, and of pieces that
+travel concatenated.
+"""
+
+import itertools
+from collections.abc import Sequence
 
 from tandem.core.errors import CorruptionError
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.messages import ExtentRecords
 
-__all__ = ["append_record", "iterate_records"]
+__all__ = ["append_record", "iterate_records", "join_pieces"]
+
+
+def join_pieces(data: bytes, sizes: Sequence[int], chosen: Sequence[int]) -> bytes:
+    """Return some of the pieces that ``data`` is the concatenation of, concatenated.
+
+    Args:
+        data: all pieces.
+        sizes: length of each piece in bytes.
+        chosen: numbers of the wanted pieces, which ascend.
+    """
+    if len(chosen) == len(sizes):
+        return data
+    view, ends = memoryview(data), list(itertools.accumulate(sizes))
+    return b"".join(view[ends[i] - sizes[i] : ends[i]] for i in chosen)
 
 
 def append_record(records: ExtentRecords, offset: int, header: ExtentHeader) -> None:

@@ -22,6 +22,7 @@ from tandem.store.corruption_log import CorruptionLog
 from tandem.store.host.disk_io import DiskBuffer
 from tandem.store.host.disk_marks import LOCK_NAME, SUFFIX, explained, lock_folder, open_own_file
 from tandem.store.host.segment import check_folder
+from tandem.store.tasks import in_thread
 from tandem.transfer import Buffer, FileSegment, Op, Transfer, TransferEngine
 
 __all__ = ["DiskFolder"]
@@ -129,11 +130,9 @@ class DiskFolder:
         """Make page-aligned memory and register it with the engine."""
         return _FileBuffer(self._engine, nbytes)
 
-    async def list_buckets(self) -> list[tuple[int, int]]:
+    @in_thread
+    def list_buckets(self) -> list[tuple[int, int]]:
         """Return (number, bytes) of each bucket file. Files of other names are ignored."""
-        return await asyncio.to_thread(self._list_buckets)
-
-    def _list_buckets(self) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
         for file in self.path.glob(f"*{SUFFIX}"):
             try:
@@ -143,13 +142,11 @@ class DiskFolder:
             found.append((number, file.lstat().st_size))
         return found
 
-    async def make_bucket(self, number: int, nbytes: int) -> None:
+    @in_thread
+    def make_bucket(self, number: int, nbytes: int) -> None:
         """Create a bucket (a file for many objects) of ``nbytes``, reserve its space, and sync the
         folder.
         """
-        await asyncio.to_thread(self._make_bucket, number, nbytes)
-
-    def _make_bucket(self, number: int, nbytes: int) -> None:
         path = self._bucket(number)
         with explained(path):
             descriptor = open_own_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -220,11 +217,9 @@ class DiskFolder:
         is not read again.
         """
         self._forget(number)
-        await asyncio.to_thread(self._quarantine, self._bucket(number))
-
-    def _quarantine(self, path: Path) -> None:
+        path = self._bucket(number)
         with explained(path):
-            path.rename(self.path / QUARANTINED)
+            await asyncio.to_thread(path.rename, self.path / QUARANTINED)
 
     def _bucket(self, number: int) -> Path:
         return self.path / f"{number:016x}{SUFFIX}"
@@ -284,11 +279,9 @@ class DiskFolder:
 
     # The methods below read and write notes, which are small files.
 
-    async def read_note(self, name: str) -> bytes:
+    @in_thread
+    def read_note(self, name: str) -> bytes:
         """Read a small file; empty if it is missing."""
-        return await asyncio.to_thread(self._read_note, name)
-
-    def _read_note(self, name: str) -> bytes:
         path = self.path / name
         with explained(path):
             try:
@@ -298,11 +291,9 @@ class DiskFolder:
             with os.fdopen(descriptor, "rb") as file:
                 return file.read()
 
-    async def write_note(self, name: str, data: bytes) -> None:
+    @in_thread
+    def write_note(self, name: str, data: bytes) -> None:
         """Replace a small file atomically: write a draft, sync it, rename it, sync the folder."""
-        await asyncio.to_thread(self._write_note, name, data)
-
-    def _write_note(self, name: str, data: bytes) -> None:
         path, draft = self.path / name, self.path / f"{name}.draft"
         with explained(path):
             descriptor = open_own_file(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -313,11 +304,9 @@ class DiskFolder:
             draft.replace(path)
             os.fsync(self._folder)
 
-    async def append_note(self, name: str, data: bytes) -> None:
+    @in_thread
+    def append_note(self, name: str, data: bytes) -> None:
         """Append to a small file and sync it. A partial append is undone."""
-        await asyncio.to_thread(self._append_note, name, data)
-
-    def _append_note(self, name: str, data: bytes) -> None:
         path = self.path / name
         with explained(path):
             is_new = not path.exists()
@@ -333,9 +322,10 @@ class DiskFolder:
             finally:
                 os.close(descriptor)
 
-    async def drop_note(self, name: str) -> None:
+    @in_thread
+    def drop_note(self, name: str) -> None:
         """Remove a small file if it exists."""
-        await asyncio.to_thread(self._unlink, self.path / name)
+        self._unlink(self.path / name)
 
     def _unlink(self, path: Path) -> None:
         with explained(path):

@@ -7,7 +7,6 @@ request, the hosts write the values too, and the client needs no right to write.
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 from tandem.core.errors import CapacityError, ConfigError, DeadlineError, TandemError
 from tandem.store.election import Tombstone
 from tandem.store.formats import layout
+from tandem.store.formats.records import join_pieces
 from tandem.store.master.burials import Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.state.index import NO_ROW, Replica
@@ -58,11 +58,7 @@ class Blob:
 
     def take(self, objects: Sequence[int]) -> bytes:
         """Return the bytes of the objects with these numbers, which ascend, concatenated."""
-        if len(objects) == len(self._sizes):
-            return self._data
-        data, sizes = memoryview(self._data), self._sizes
-        ends = list(itertools.accumulate(sizes))
-        return b"".join(data[ends[i] - sizes[i] : ends[i]] for i in objects)
+        return join_pieces(self._data, self._sizes, objects)
 
     def pick(self, objects: Sequence[int]) -> "Blob":
         """Return a ``Blob`` of the given objects only, in the given order."""

@@ -68,4 +68,5 @@ class ClientService(Service):
 
     def make_blocking_client(self, loop: asyncio.AbstractEventLoop) -> AsyncStoreClient:
         """Return a twin of ``client`` for threads other than the one that runs ``loop``."""
-        return make_blocking_client(self.client, self._channel, self._engine, loop)
+        port = TransferClientPort(self._engine, is_blocking=True)
+        return make_blocking_client(self.client, self._channel, port, loop)

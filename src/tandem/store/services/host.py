@@ -90,13 +90,16 @@ class HostService(Service):
         port = TransferHostPort(engine, segment)
         disk = await self._open_disk(segment, engine, opening)
         self.host = host = StoreHost(self._name, self._machine, segment, port, disk)
+        methods = MethodTable()
+        for method in host.methods():
+            methods.register(*method)
         channel = LeaderClient(
             self._urls,
             make_client_maker(
                 config,
                 self._rpc,
                 identify(self._name, "store_host"),
-                self._list(),
+                methods,
                 LaneRouter(EngineLanes(engine)),
             ),
             on_peer=host.on_master,
@@ -112,12 +115,6 @@ class HostService(Service):
             loop.call_soon_threadsafe(host.on_grown)
 
         segment.reserve_rest(tell_grown)
-
-    def _list(self) -> MethodTable:
-        table = MethodTable()
-        for name, handler, request, response in self.host.methods():
-            table.register(name, handler, request, response)
-        return table
 
     async def _open_disk(
         self, segment: HostSegment, engine: TransferEngine, opening: contextlib.AsyncExitStack

@@ -140,12 +140,9 @@ class MasterService(Service):
         )
         self.elected = ElectedMaster(self._make_master, end_sessions=self._server.end_sessions)
         opening.push_async_callback(self.elected.aclose)
-        methods = [
-            (name, _time_calls(handler, name, self.elected.counters.observe), request, response)
-            for name, handler, request, response in self.elected.methods()
-        ]
-        for method in methods:
-            self._server.register(*method)
+        for name, handler, request, response in self.elected.methods():
+            timed = _time_calls(handler, name, self.elected.counters.observe)
+            self._server.register(name, timed, request, response)
         self._server.on_peer_lost(self._note_caller_lost)
         if config.election.backend == "none":
             self.elected.take(next_epoch(state_folder(url), self._corruption))
