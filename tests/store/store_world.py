@@ -297,7 +297,7 @@ class StoreWorld(World):
             disk = DiskTier(
                 MemoryPort(self.disks[name]), segment, capacity_bytes=DISK_BYTES, clock=self.clock
             )
-            disk._bucket_bytes = BUCKET_BYTES
+            disk.writing._bucket_bytes = BUCKET_BYTES
         host = StoreHost(name, name, segment, SimHostPort(self, process, segment), disk)
         process.serve(host.methods())
         self.hosts[name] = (process, host)

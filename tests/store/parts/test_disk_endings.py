@@ -54,7 +54,7 @@ def test_what_was_evicted_from_a_disk_that_is_given_up_is_told():
         assert sorted(bench.told) == ["k0", "k1", "k2", "k3"]
         hold(disk, "drop_bucket", raises=InternalError("test", "input/output error")).set()
         with pytest.raises(InternalError):
-            await bench.tier._evict(number)
+            await bench.tier.removal.evict(number)
         assert bench.tier.state is DiskState.FAILED
         assert disk.is_condemned
         bench.listen()
@@ -67,7 +67,7 @@ def test_a_load_takes_nothing_for_gone_that_a_start_would_find():
     async def day(disk: MemoryDisk, bench: Bench) -> None:
         number = await fill(bench)
         opened = hold(disk, "drop_bucket")
-        evicting = asyncio.ensure_future(bench.tier._evict(number))
+        evicting = asyncio.ensure_future(bench.tier.removal.evict(number))
         await asyncio.sleep(1)
         loading = asyncio.ensure_future(bench.tier.load(bench.headers["k0"], 0))
         await asyncio.sleep(1)
@@ -92,7 +92,7 @@ def test_an_inventory_has_what_a_start_would_find():
     async def day(disk: MemoryDisk, bench: Bench) -> None:
         number = await fill(bench)
         opened = hold(disk, "drop_bucket")
-        evicting = asyncio.ensure_future(bench.tier._evict(number))
+        evicting = asyncio.ensure_future(bench.tier.removal.evict(number))
         await asyncio.sleep(1)
         assert sorted(await list_disk(bench)) == ["k0", "k1", "k2", "k3"]
         opened.set()
@@ -168,7 +168,7 @@ def test_a_forget_waits_for_a_bucket_that_others_give_up():
         opened = hold(disk, "drop_bucket")
         forgetting = asyncio.ensure_future(bench.forget("k0"))
         await asyncio.sleep(0.1)
-        evicting = asyncio.ensure_future(bench.tier._evict(number))
+        evicting = asyncio.ensure_future(bench.tier.removal.evict(number))
         await asyncio.sleep(0.1)
         unwritten.set()
         await asyncio.sleep(1)
@@ -213,7 +213,7 @@ def test_compaction_keeps_the_tombstones_of_buckets_whose_files_are_there(monkey
         bench.put("other", 20_000)
         await bench.settle()
         hold(disk, "drop_bucket")
-        evicting = asyncio.ensure_future(bench.tier._evict(number))
+        evicting = asyncio.ensure_future(bench.tier.removal.evict(number))
         await asyncio.sleep(0.1)
         forgetting = asyncio.ensure_future(bench.forget("other"))
         await asyncio.sleep(1)

@@ -25,6 +25,7 @@ from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.host import disk_io
 from tandem.store.host.disk import DiskTier
+from tandem.store.host.disk_removal import Removal
 from tandem.store.host.host import StoreHost
 from tandem.store.host.segment import HostSegment
 from tandem.store.messages import Ack, DiskState, Joined, KeyBytes
@@ -54,7 +55,7 @@ class Bench:
     def stop(self) -> None:
         """Nothing of an earlier life goes on."""
         if self.tier is not None:
-            for task in [*self.tier._io.tasks, self.tier._running]:
+            for task in [*self.tier.io.tasks, self.tier._running]:
                 if task is not None:
                     task.cancel()
 
@@ -129,12 +130,12 @@ class Bench:
         record = self.tier.index.find(key)
         if record is None or record.header.version != version:
             raise NotFoundError("test.read", key)
-        shelf, mine = HostSegment.make_anonymous(SEGMENT), self.tier._reader._segment
-        self.tier._reader._segment = shelf
+        shelf, mine = HostSegment.make_anonymous(SEGMENT), self.tier.segment
+        self.tier.segment = shelf
         try:
             await self.tier.load(record.header, 0)
         finally:
-            self.tier._reader._segment = mine
+            self.tier.segment = mine
         at = layout.value_offset(len(key), record.header.size)
         return shelf.data[at : at + record.header.size].tobytes()
 
@@ -224,13 +225,13 @@ async def sync_nothing(disk: MemoryDisk, number: int) -> None:
     await disk._step()
 
 
-async def bury_nothing(tier: DiskTier, records) -> None:
+async def bury_nothing(removal: Removal, records) -> None:
     return None
 
 
 MUTANTS = {
     "copies count before they are synced": (MemoryDisk, "sync", sync_nothing),
-    "what is forgotten is not buried": (DiskTier, "_bury", bury_nothing),
+    "what is forgotten is not buried": (Removal, "bury", bury_nothing),
 }
 
 
@@ -419,7 +420,7 @@ def test_a_forget_waits_for_an_eviction_that_is_under_way():
                 await drop(number)
 
         disk.drop_bucket = drop_late
-        evicting = asyncio.ensure_future(bench.tier._evict(number))
+        evicting = asyncio.ensure_future(bench.tier.removal.evict(number))
         await asyncio.sleep(0.1)
         assert bench.tier.index.find("a") is None
         await bench.forget("a")
@@ -448,7 +449,7 @@ def test_a_bucket_that_cannot_be_removed_never_comes_back(num_failures):
             await drop(number)
 
         disk.drop_bucket = drop_sometimes
-        evicting = asyncio.ensure_future(bench.tier._evict(number))
+        evicting = asyncio.ensure_future(bench.tier.removal.evict(number))
         await asyncio.sleep(0.01)
         assert not bench.tier.take_changes()[1]  # It could still come back.
         await bench.forget("a")
@@ -604,8 +605,8 @@ async def end_a_report_that_has_just_begun(turns: int, kind: str) -> bool:
         task = asyncio.ensure_future(host._report_disk(tier, Master(), 1))
         wake = host._disk_changed.set
     else:
-        tier._queue.is_behind = True  # It waits for work, and for the next scan.
-        task, wake = tier._running, tier._queue.has_work.set
+        tier.queue.is_behind = True  # It waits for work, and for the next scan.
+        task, wake = tier._running, tier.queue.has_work.set
         wake()
     await asyncio.sleep(0.001)
     wake()
@@ -629,7 +630,7 @@ def test_a_file_system_smaller_than_the_tier_is_not_rewritten_for_ever():
         disk = MemoryDisk(3, room_bytes=int(2.5 * SEGMENT / 4))
         bench = Bench(disk, capacity=8 * SEGMENT)
         tier = await bench.start()
-        tier._bucket_bytes = SEGMENT // 4
+        tier.writing._bucket_bytes = SEGMENT // 4
         for i in range(14):
             bench.put(f"key{i}", SEGMENT // 16)
         await asyncio.sleep(20)

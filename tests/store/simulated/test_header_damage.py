@@ -254,7 +254,7 @@ async def damage_a_disk(change, *, is_sealed: bool) -> tuple[list[str], dict, Me
             await asyncio.sleep(0.01)
     await tier.forget(["k3"], [tier.index.find("k3").header.version])
     if is_sealed:
-        await tier._abandon_bucket()
+        await tier.writing._abandon_bucket()
     bench.stop()
     change(disk)
     tier = await bench.start()

@@ -22,7 +22,7 @@ from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.client.put_batch import MAX_INLINE_BATCH_BYTES
 from tandem.store.client.reading import ObjectReader
 from tandem.store.config import StoreConfig
-from tandem.store.host.disk import DiskTier
+from tandem.store.host.disk_removal import Removal
 from tandem.store.host.host import StoreHost
 from tandem.store.master.put_batch import PutBatch
 from tandem.store.master.state.drops import Drops
@@ -595,7 +595,7 @@ async def seal_nowhere(batch: PutBatch, number, checksums, blob) -> bool:
     return True
 
 
-async def bury_nothing(tier: DiskTier, records) -> None:
+async def bury_nothing(removal: Removal, records) -> None:
     return None
 
 
@@ -606,7 +606,7 @@ def forget_nothing(drops: Drops, key: str, version: int, *, after=None) -> async
 
 
 MUTANTS = {
-    "what is removed stays on the disk": [(DiskTier, "_bury", bury_nothing)],
+    "what is removed stays on the disk": [(Removal, "bury", bury_nothing)],
     "hosts are not told to forget what is on the disk": [(Drops, "forget", forget_nothing)],
     "space is free before its writer is proven gone": [(Writers, "fence", free_without_proof)],
     "hosts obey late, doubled and stale orders": [(StoreHost, "_obey", lambda host, order: None)],

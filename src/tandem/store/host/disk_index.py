@@ -2,11 +2,10 @@
 evict. Pure.
 """
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tandem.store.formats.bucket import ALIGNMENT, Record
-from tandem.store.formats.headers import HEAD_BYTES, ExtentHeader, RecordTombstone
+from tandem.store.formats.headers import HEAD_BYTES, ExtentHeader
 
 __all__ = ["Bucket", "DiskIndex", "choose_bucket_bytes"]
 
@@ -143,17 +142,18 @@ class DiskIndex:
         self._tick += 1
         self.buckets[number].used_tick = self._tick
 
-    def pick_dead(self, kept: int) -> list[int]:
+    def pick_dead(self, kept: Bucket | None = None) -> list[int]:
         """Return the numbers of the buckets (files of many objects) without live records, except
         ``kept``.
         """
-        return [n for n, bucket in self.buckets.items() if not bucket.live_bytes and n != kept]
+        buckets = self.buckets.values()
+        return [b.number for b in buckets if not b.live_bytes and b is not kept]
 
-    def pick_victim(self, kept: int) -> int | None:
-        """Return the number of the bucket (file of objects) to evict next, except ``kept``: first
-        those with few live bytes, then the least recently used; None without any.
+    def pick_victim(self) -> int | None:
+        """Return the number of the bucket (file of objects) to evict next: first those with few
+        live bytes, then the least recently used; None without any.
         """
-        able = [bucket for bucket in self.buckets.values() if bucket.number != kept]
+        able = list(self.buckets.values())
         sparse = [b for b in able if b.live_bytes < SPARSE_SHARE * b.file_bytes]
         if sparse:
             return min(sparse, key=lambda bucket: bucket.live_bytes).number
@@ -165,19 +165,3 @@ class DiskIndex:
         """
         record = self.find(header.key)
         return record if record is not None and record.header[1:4] == header[1:4] else None
-
-    def keep_tombstones(
-        self, tombstones: Iterable[RecordTombstone], going: Collection[int] = ()
-    ) -> list[RecordTombstone]:
-        """Return the tombstones (notes that a record is dead) whose buckets (files) still exist;
-        the other tombstones have no effect.
-
-        Args:
-            tombstones: to choose from.
-            going: buckets that the index has dropped, but whose files may still exist.
-        """
-        return [
-            tombstone
-            for tombstone in tombstones
-            if tombstone.bucket in self.buckets or tombstone.bucket in going
-        ]

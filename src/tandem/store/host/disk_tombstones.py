@@ -4,11 +4,11 @@ again.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from tandem.core.errors import TandemError
 from tandem.store.formats.headers import RecordTombstone, pack_tombstones, parse_tombstones
-from tandem.store.host.disk_io import DiskIo
+from tandem.store.host.disk_state import TierState
 
 __all__ = ["TombstoneList"]
 
@@ -22,21 +22,14 @@ class TombstoneList:
     """The tombstones of one disk: durable notes that a record (an object's copy there) is dead.
 
     Args:
-        io: the disk; borrowed.
-        keep: returns the tombstones that are still needed.
-        on_error: called when the list could not be compacted.
+        tier: the tier on that disk.
+        going: buckets that the index has dropped, but whose files may still exist; borrowed.
     """
 
-    def __init__(
-        self,
-        io: DiskIo,
-        keep: Callable[[Iterable[RecordTombstone]], list[RecordTombstone]],
-        on_error: Callable[[], None],
-    ) -> None:
+    def __init__(self, tier: TierState, going: Collection[int]) -> None:
         self.entries: list[RecordTombstone] = []
-        self._io = io
-        self._keep = keep
-        self._on_error = on_error
+        self._tier = tier
+        self._going = going
         self._lock = asyncio.Lock()
         self._num_listed = 0
         """Number of entries in the file, including those of removed buckets."""
@@ -45,7 +38,7 @@ class TombstoneList:
         """Read the file of tombstones (notes of dead objects) into this list. Return the number of
         corrupt copies of entries.
         """
-        self.entries, num_damaged = parse_tombstones(await self._io.port.read_note(TOMBSTONES))
+        self.entries, num_damaged = parse_tombstones(await self._tier.io.port.read_note(TOMBSTONES))
         return num_damaged
 
     async def append(self, tombstones: Sequence[RecordTombstone]) -> None:
@@ -55,7 +48,7 @@ class TombstoneList:
         self.entries += tombstones
         async with self._lock:
             packed = pack_tombstones(tombstones)
-            await self._io.bounded(self._io.port.append_note(TOMBSTONES, packed))
+            await self._tier.io.bounded(self._tier.io.port.append_note(TOMBSTONES, packed))
             self._num_listed += len(tombstones)
             if self._num_listed > 2 * len(self.entries) + COMPACT_TOMBSTONES:
                 await self._shorten()
@@ -65,17 +58,19 @@ class TombstoneList:
         even if this fails.
         """
         try:
-            await self._io.bounded(self.compact())
+            await self._tier.io.bounded(self.compact())
         except TandemError as error:
             logger.warning("event=tombstones_not_compacted reason=%s", error)
-            self._on_error()
+            if not self._tier.is_failed:
+                self._tier.counts["errors"] += 1
 
     async def compact(self) -> None:
-        """Rewrite the file without the tombstones (notes of dead objects) that are no longer
-        needed.
+        """Rewrite the file without the tombstones (notes of dead objects) whose buckets (files) no
+        longer exist, and which have no effect any more.
         """
-        self.entries = self._keep(self.entries)
-        await self._io.port.write_note(TOMBSTONES, pack_tombstones(self.entries))
+        buckets = self._tier.index.buckets
+        self.entries = [e for e in self.entries if e.bucket in buckets or e.bucket in self._going]
+        await self._tier.io.port.write_note(TOMBSTONES, pack_tombstones(self.entries))
         self._num_listed = len(self.entries)
 
     def forget_bucket(self, number: int) -> None:
