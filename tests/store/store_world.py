@@ -299,7 +299,7 @@ class StoreWorld(World):
             )
             disk.writing._bucket_bytes = BUCKET_BYTES
         host = StoreHost(name, name, segment, SimHostPort(self, process, segment), disk)
-        process.serve(host.methods())
+        process.serve(host.orders.methods())
         self.hosts[name] = (process, host)
         self.joins[name] = process.spawn(self._keep_joined(process, host))
 
@@ -331,7 +331,7 @@ class StoreWorld(World):
                 await host.disk.open()
             except (InternalError, CapacityError):
                 self.disks[host.name].is_condemned = True
-                host.disk = None
+                host.disk = host.orders.disk = None
             else:
                 host.disk.start()
         while True:

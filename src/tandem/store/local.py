@@ -183,7 +183,7 @@ class LocalStore:
         segment = HostSegment.make_anonymous(self._config.segment_bytes)
         port = MemoryHostPort("memory", segment, self._peers)
         self._host = StoreHost("local", MACHINE, segment, port)
-        self._host.on_master(_connect("host", self._master.methods(), self._host.methods()))
+        self._host.on_master(_connect("host", self._master.methods(), self._host.orders.methods()))
         self.client = AsyncStoreClient(
             _connect("client", self._master.methods(), ()),
             MemoryPort(self._peers),

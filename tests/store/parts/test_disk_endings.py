@@ -15,8 +15,7 @@ from test_disk_faults import Bench, run_day
 from tandem.core.errors import CapacityError, InternalError, NotFoundError
 from tandem.rpc import make_runtime_dir
 from tandem.sim import MemoryDisk
-from tandem.store.host import disk_io
-from tandem.store.host import disk_tombstones as tombstones_module
+from tandem.store.host import disk_io, disk_removal
 from tandem.store.host.disk_files import DiskFolder
 from tandem.store.host.host import StoreHost
 from tandem.store.messages import DiskState
@@ -183,7 +182,7 @@ def test_a_forget_waits_for_a_bucket_that_others_give_up():
 
 @pytest.mark.parametrize("error", ["full", "hung"])
 def test_tombstones_that_cannot_be_compacted_are_tombstones_all_the_same(error, monkeypatch):
-    monkeypatch.setattr(tombstones_module, "COMPACT_TOMBSTONES", -(10**9))
+    monkeypatch.setattr(disk_removal, "COMPACT_TOMBSTONES", -(10**9))
 
     async def day(disk: MemoryDisk, bench: Bench) -> None:
         await fill(bench)
@@ -205,7 +204,7 @@ def test_tombstones_that_cannot_be_compacted_are_tombstones_all_the_same(error, 
 
 
 def test_compaction_keeps_the_tombstones_of_buckets_whose_files_are_there(monkeypatch):
-    monkeypatch.setattr(tombstones_module, "COMPACT_TOMBSTONES", -(10**9))
+    monkeypatch.setattr(disk_removal, "COMPACT_TOMBSTONES", -(10**9))
 
     async def day(disk: MemoryDisk, bench: Bench) -> None:
         number = await fill(bench)

@@ -139,7 +139,7 @@ def test_orders_go_on_when_the_lane_to_a_host_breaks(tmp_path, is_polling):
             while not peer.has_lane:
                 await asyncio.sleep(0.01)
             assert await space.line.order("wipe", WipeExtents, Ack, offsets=[0]) == Ack()
-            number = host.host._last_number
+            number = host.host.orders.last_number
             order = WipeExtents(
                 epoch=master.epoch, session=space.session, number=number, offsets=[0]
             )
@@ -148,7 +148,7 @@ def test_orders_go_on_when_the_lane_to_a_host_breaks(tmp_path, is_polling):
             other = msgspec.structs.replace(order, number=number + 1, session=space.session + 1)
             with pytest.raises(ConflictError, match="session"):
                 await peer.call("wipe", other, Ack, timeout_s=5)
-            assert host.host._last_number == number
+            assert host.host.orders.last_number == number
             # The session goes on without it.
             peer.transport.lane.close()
             answers = []
@@ -174,7 +174,7 @@ def test_a_host_that_joins_again_obeys_nothing_of_the_attempt_before():
     async def main() -> None:
         master = ForgetfulMaster()
         host = StoreHost("h", "m", HostSegment.make_anonymous(1 << 20), Port())
-        wipe = {name: handler for name, handler, *_ in host.methods()}["wipe"]
+        wipe = {name: handler for name, handler, *_ in host.orders.methods()}["wipe"]
         host.on_master(master)
         await master.is_asked_again.wait()
         with pytest.raises(ConflictError, match="session"):
@@ -228,7 +228,7 @@ def test_a_wipe_ends_all_pulls_of_its_extents():
 
         port.fill = fill
         host = StoreHost("h", "m", segment, port)
-        handlers = {name: handler for name, handler, *_ in host.methods()}
+        handlers = {name: handler for name, handler, *_ in host.orders.methods()}
         master = Master()
         host.on_master(master)
         await host.is_joined.wait()

@@ -33,7 +33,7 @@ from tandem.store.formats import headers, layout
 from tandem.store.formats.checksum import checksum_table, make_table
 from tandem.store.formats.headers import ExtentHeader
 from tandem.store.formats.records import append_record
-from tandem.store.host import segment as segment_module
+from tandem.store.host import segment_file as segment_module
 from tandem.store.host.segment import HostSegment
 from tandem.store.messages import ExtentRecords
 

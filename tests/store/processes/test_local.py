@@ -384,7 +384,7 @@ def test_repair_goes_on_after_a_burst_of_orders_that_failed_at_once():
         async def add_host(name: str) -> StoreHost:
             segment = HostSegment.make_anonymous(2**22)
             host = StoreHost(name, name, segment, MemoryHostPort(name, segment, peers))
-            host.on_master(_connect(name, master.methods(), host.methods()))
+            host.on_master(_connect(name, master.methods(), host.orders.methods()))
             await host.is_joined.wait()
             return host
 

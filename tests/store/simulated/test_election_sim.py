@@ -22,7 +22,7 @@ from tandem.store.election.campaign import Campaign
 from tandem.store.election.elected import ElectedMaster
 from tandem.store.election.election import Election
 from tandem.store.election.roster import MemoryRosterStore
-from tandem.store.host.host import StoreHost
+from tandem.store.host.orders import HostOrders
 from tandem.store.master.master import StoreMaster
 
 NUM_SEEDS = 20
@@ -229,7 +229,7 @@ MUTANTS = {
     "a master answers whether or not it leads": (ElectedMaster, "_check_leads", lambda *_: None),
     "a term goes on until the backend says no": (Election, "holds", serve_for_ever),
     "a lease is served beyond its end": (election_module, "SERVE_SHARE", 1.3),
-    "hosts obey whoever orders": (StoreHost, "_obey", lambda host, order: None),
+    "hosts obey whoever orders": (HostOrders, "_obey", lambda host, order: None),
     "all terms have one epoch": (Campaign, "_acquire", elect_in_epoch_one),
 }
 

@@ -40,7 +40,7 @@ from tandem.store.formats.headers import (
     parse_tombstones,
 )
 from tandem.store.formats.records import append_record
-from tandem.store.host import segment as segment_module
+from tandem.store.host import segment_file as segment_module
 from tandem.store.host.segment import HostSegment
 from tandem.store.master.master import StoreMaster
 from tandem.store.master.state.versions import MAX_EPOCH_JUMP

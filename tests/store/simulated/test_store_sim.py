@@ -23,7 +23,7 @@ from tandem.store.client.put_batch import MAX_INLINE_BATCH_BYTES
 from tandem.store.client.reading import ObjectReader
 from tandem.store.config import StoreConfig
 from tandem.store.host.disk_removal import Removal
-from tandem.store.host.host import StoreHost
+from tandem.store.host.orders import HostOrders
 from tandem.store.master.put_batch import PutBatch
 from tandem.store.master.state.drops import Drops
 from tandem.store.master.state.ledger import ExtentEvent
@@ -609,7 +609,7 @@ MUTANTS = {
     "what is removed stays on the disk": [(Removal, "bury", bury_nothing)],
     "hosts are not told to forget what is on the disk": [(Drops, "forget", forget_nothing)],
     "space is free before its writer is proven gone": [(Writers, "fence", free_without_proof)],
-    "hosts obey late, doubled and stale orders": [(StoreHost, "_obey", lambda host, order: None)],
+    "hosts obey late, doubled and stale orders": [(HostOrders, "_obey", lambda host, order: None)],
     "puts are acknowledged unsealed": [(PutBatch, "_seal_on", seal_nowhere)],
     "remembered places are read without their headers": [
         (ObjectReader, "_check_headers", accept_unseen)

@@ -6,7 +6,8 @@ memory, ``disk.py`` the disk.
 
 from tandem.store.host.disk import DiskTier
 from tandem.store.host.disk_files import DiskFolder
-from tandem.store.host.host import HostPort, StoreHost
+from tandem.store.host.host import StoreHost
+from tandem.store.host.orders import HostPort
 from tandem.store.host.segment import HostSegment
 
 __all__ = ["DiskFolder", "DiskTier", "HostPort", "HostSegment", "StoreHost"]

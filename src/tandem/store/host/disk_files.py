@@ -21,7 +21,7 @@ from tandem.core.errors import (
 from tandem.store.corruption_log import CorruptionLog
 from tandem.store.host.disk_io import DiskBuffer
 from tandem.store.host.disk_marks import LOCK_NAME, SUFFIX, explained, lock_folder, open_own_file
-from tandem.store.host.segment import check_folder
+from tandem.store.host.segment_file import check_folder
 from tandem.store.tasks import in_thread
 from tandem.transfer import Buffer, FileSegment, Op, Transfer, TransferEngine
 

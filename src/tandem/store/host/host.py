@@ -1,5 +1,5 @@
-"""A host's side of the store: keeps a segment, executes the orders of one master, lets clients
-write.
+"""A host's side of the store: joins masters with what its segment and its disk have, and executes
+the orders of one of them, see ``orders``.
 
 Logic only: effects go through ``HostPort`` (the data path) and the ``Peer`` of the control channel,
 so that the simulator runs this same class.
@@ -8,52 +8,35 @@ so that the simulator runs this same class.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator
 
 from tandem.core.errors import (
-    CancelledError,
     ConflictError,
-    CorruptionError,
-    DeadlineError,
-    NotFoundError,
     PeerLostError,
     TandemError,
-    UnsupportedError,
 )
 from tandem.store.formats import layout
 from tandem.store.formats.headers import MAX_EPOCH, ExtentHeader
-from tandem.store.formats.records import append_record, iterate_records
+from tandem.store.formats.records import append_record
 from tandem.store.host.disk import DiskTier
+from tandem.store.host.orders import HostOrders, HostPort
 from tandem.store.host.segment import HostSegment
 from tandem.store.messages import (
     Ack,
-    CloseWriter,
     DiskReport,
-    Endpoint,
     ExtentRecords,
-    ForgetObjects,
     InventoryDone,
     InventoryPage,
     Joined,
     JoinHost,
     KeyBytes,
     LeaveStore,
-    LoadObject,
-    Opened,
-    OpenWriter,
-    Order,
-    PullObject,
-    RepinExtents,
-    SealExtents,
     SegmentGrown,
-    VerifyExtent,
-    WipeExtents,
 )
 from tandem.store.sessions import Caller
 from tandem.store.tasks import Tasks
 
-__all__ = ["HostPort", "StoreHost"]
+__all__ = ["StoreHost"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,47 +48,6 @@ RETRY_S = 0.25
 REPORT_GAP_S = 0.02
 """Seconds between two reports about the disk. Changes in between are sent as one report."""
 REPORT_PERIOD_S = 2.0
-
-
-class HostPort(Protocol):
-    """The data path of a host: access to its segment, and copies into it."""
-
-    @property
-    def address(self) -> str:
-        """The address at which peers reach the host's transfer engine."""
-        ...
-
-    @property
-    def read_base(self) -> int:
-        """The address at which the host's segment (its memory for objects) begins for readers."""
-        ...
-
-    def former_writers(self) -> set[int]:
-        """Return the addresses for writing to this host's segment (memory) that an earlier process
-        of the same segment may have handed out to clients.
-        """
-        ...
-
-    def open_writer(self) -> int:
-        """Return a new address at which the segment begins for the writes of one client. No address
-        is given twice.
-        """
-        ...
-
-    async def close_writer(self, base: int) -> bool:
-        """Withdraw a write address. Return True if no byte can arrive by it any more. May be
-        repeated.
-        """
-        ...
-
-    async def fetch(
-        self, source: Endpoint, source_offset: int, offset: int, length: int, timeout_s: float
-    ) -> None:
-        """Copy a range from another host's segment into this one.
-
-        The segment is not touched after this has returned or raised.
-        """
-        ...
 
 
 class StoreHost:
@@ -132,6 +74,7 @@ class StoreHost:
         self.segment = segment
         self.port = port
         self.disk = disk
+        self.orders = HostOrders(name, segment, port, disk)
         self._reporting: asyncio.Task[None] | None = None
         self._disk_changed = asyncio.Event()
         if disk is not None:
@@ -140,32 +83,11 @@ class StoreHost:
         """Background tasks: reports of the segment's growth, and removals of disk records that the
         master does not want.
         """
-        self.num_objects = 0
-        self._session = -1
-        self._last_number = -1
-        self._writers: set[int] = port.former_writers()
-        self._pulls: dict[int, asyncio.Task[None]] = {}
         self._joining: asyncio.Task[None] | None = None
         self.master: Caller | None = None
         """The session with the master whose orders are executed."""
         self._num_attempts = 0
         self.is_joined = asyncio.Event()
-
-    def methods(self) -> list[tuple[str, Callable[..., Any], type, type]]:
-        """Return the methods that a master may call: (name, handler, request type, response
-        type).
-        """
-        return [
-            ("seal", self._seal, SealExtents, Ack),
-            ("wipe", self._wipe, WipeExtents, Ack),
-            ("repin", self._repin, RepinExtents, Ack),
-            ("open_writer", self._open_writer, OpenWriter, Opened),
-            ("close_writer", self._close_writer, CloseWriter, Ack),
-            ("pull", self._pull, PullObject, Ack),
-            ("verify", self._verify, VerifyExtent, Ack),
-            ("forget", self._forget, ForgetObjects, Ack),
-            ("load", self._load, LoadObject, Ack),
-        ]
 
     def on_master(self, master: Caller) -> None:
         """Note that a session with a master has begun, and begin to join the store in it. A join
@@ -177,7 +99,7 @@ class StoreHost:
 
     def on_master_lost(self) -> None:
         """Note that the session with the master has ended. Its orders are refused from now on."""
-        self._session = -1
+        self.orders.session = -1
         self.master = None
         self.is_joined.clear()
         if self._joining is not None:
@@ -200,21 +122,23 @@ class StoreHost:
         self._tasks.spawn(self._tell_grown(message))
 
     def _describe_growth(self) -> SegmentGrown:
-        return SegmentGrown(self._session, self.segment.usable_bytes, self.segment.final_bytes)
+        return SegmentGrown(
+            self.orders.session, self.segment.usable_bytes, self.segment.final_bytes
+        )
 
     async def leave(self) -> None:
         """Tell the master that this host ends and that its segment is removed."""
         if self.master is None or not self.is_joined.is_set():
             return
         try:
-            leaving = LeaveStore(self._session)
+            leaving = LeaveStore(self.orders.session)
             await self.master.call("leave", leaving, Ack, timeout_s=LEAVE_TIMEOUT_S)
         except TandemError as error:
             logger.info("event=leave_untold host=%s reason=%s", self.name, error)
 
     async def aclose(self) -> None:
         """Stop joining a master's store, copying objects from other hosts, and reporting."""
-        behind = (*self._pulls.values(), *self._tasks.list_running())
+        behind = (*self.orders.pulls.values(), *self._tasks.list_running())
         running = (self._joining, self._reporting, *behind)
         tasks = [task for task in running if task is not None]
         self.on_master_lost()
@@ -246,12 +170,9 @@ class StoreHost:
         # was lost may have joined the same master, which sends orders until the next session
         # begins: a pull (copy from another host) among them would write into space that the
         # inventory reports as free.
-        self._session = -1
         self.is_joined.clear()
         self._stop_reporting()
-        for task in list(self._pulls.values()):
-            task.cancel()
-        await asyncio.gather(*self._pulls.values(), return_exceptions=True)
+        await self.orders.end()
         told = self.segment.usable_bytes, self.segment.final_bytes
         self._num_attempts += 1
         joined = await master.call(
@@ -279,8 +200,8 @@ class StoreHost:
         self.segment.epoch = joined.epoch
         # Close only the writers (addresses at which clients may write) that were opened before this
         # session. New ones are opened by orders of this session.
-        old_writers = set(self._writers)
-        self._session, self._last_number = joined.session, -1
+        old_writers = set(self.orders.writers)
+        self.orders.begin(joined.session)
         num_pages = 0
         telling: asyncio.Task[Ack] | None = None
         try:
@@ -299,7 +220,7 @@ class StoreHost:
         finally:
             if telling is not None:
                 telling.cancel()
-        can_write = await self._close_writers(old_writers)
+        can_write = await self.orders.close_writers(old_writers)
         while True:
             done = InventoryDone(
                 joined.session, num_pages, can_write, list(self.segment.corruption.names)
@@ -312,7 +233,7 @@ class StoreHost:
             if can_write:
                 break
             await asyncio.sleep(RETRY_S)
-            can_write = await self._close_writers(old_writers)
+            can_write = await self.orders.close_writers(old_writers)
         if (self.segment.usable_bytes, self.segment.final_bytes) != told:
             await self._tell_grown(self._describe_growth())
 
@@ -326,7 +247,6 @@ class StoreHost:
         return max(self.segment.epoch, newest >> layout.VERSION_BITS)
 
     async def _list_inventory(self) -> AsyncGenerator[tuple[ExtentRecords, bool], None]:
-        self.num_objects = 0
         on_disk: list[ExtentHeader] = []
         if self.disk is not None:
             # Take the disk's changes now, so that only later ones are reported after the inventory.
@@ -334,7 +254,6 @@ class StoreHost:
             self.disk.take_changes()
         records = ExtentRecords()
         for offset, header in self.segment.scan():
-            self.num_objects += 1
             append_record(records, offset, header)
             if len(records.keys) == PAGE_OBJECTS:
                 yield records, False
@@ -395,12 +314,6 @@ class StoreHost:
                 self._tasks.spawn(disk.forget(list(unwanted), list(unwanted.values())))
             return True
 
-    async def _close_writers(self, bases: set[int]) -> bool:
-        ended = [base for base in sorted(bases) if await self.port.close_writer(base)]
-        bases.difference_update(ended)
-        self._writers.difference_update(ended)
-        return not bases
-
     async def _tell_grown(self, message: SegmentGrown) -> None:
         if self.master is None:
             return
@@ -408,175 +321,3 @@ class StoreHost:
             await self.master.call("grown", message, Ack, timeout_s=CALL_TIMEOUT_S)
         except TandemError as error:
             logger.warning("event=growth_untold host=%s reason=%s", self.name, error)
-
-    # The methods below execute orders of the master, in the order of arrival. Those that wait for
-    # nothing are plain functions, which need no task.
-
-    def _obey(self, order: Order) -> None:
-        """Check an order of a master: refuse it if a newer master was seen, or if it is late or
-        repeated.
-
-        Raises: ConflictError.
-        """
-        if not self.segment.epoch <= order.epoch <= MAX_EPOCH or order.session != self._session:
-            raise ConflictError(
-                "store.host",
-                f"order of epoch {order.epoch} session {order.session}; {self.name} obeys "
-                f"{self.segment.epoch} session {self._session}",
-                field="epoch",
-            )
-        if order.number <= self._last_number:
-            raise ConflictError(
-                "store.host",
-                f"order {order.number} comes after {self._last_number}: late or doubled",
-                field="number",
-            )
-        self._last_number = order.number
-        if order.epoch > self.segment.epoch:
-            self.segment.epoch = order.epoch
-
-    def _seal(self, _: Caller, order: SealExtents) -> Ack:
-        self._obey(order)
-        self.segment.seal_many(
-            order.records,
-            tables=order.tables or None,
-            values=order.blob if order.has_values else None,
-        )
-        self.num_objects += len(order.records.keys)
-        if self.disk is not None:
-            for offset, header in iterate_records(order.records):
-                self.disk.on_sealed(offset, header)
-        return Ack()
-
-    def _wipe(self, _: Caller, order: WipeExtents) -> Ack | Coroutine[Any, Any, Ack]:
-        self._obey(order)
-        for offset in order.offsets:
-            self._wipe_object(offset)
-        # Wait for pulls (copies from other hosts), which would write into space that is free after
-        # this order. Cancel all of them before waiting for any: one that completed meanwhile would
-        # leave its object there.
-        pulls = [self._pulls[offset] for offset in order.offsets if offset in self._pulls]
-        for pull in pulls:
-            pull.cancel()
-        return self._end_pulls(pulls) if pulls else Ack()
-
-    async def _end_pulls(self, pulls: Sequence[asyncio.Task[None]]) -> Ack:
-        await asyncio.gather(*pulls, return_exceptions=True)
-        return Ack()
-
-    def _wipe_object(self, offset: int) -> None:
-        if not self.segment.has_object(offset):
-            self.segment.wipe(offset)  # Checks the offset.
-            return
-        if self.disk is not None:
-            try:
-                self.disk.on_wiped(offset, self.segment.read_header(offset).key)
-            except CorruptionError as error:
-                self.segment.corruption.note(f"object at {offset} of {self.name}", error)
-        self.num_objects -= 1
-        self.segment.wipe(offset)
-
-    def _repin(self, _: Caller, order: RepinExtents) -> Ack:
-        self._obey(order)
-        for offset in order.offsets:
-            self.segment.repin(offset, hard=order.hard, soft_pin_ms=order.soft_pin_ms)
-        return Ack()
-
-    def _open_writer(self, _: Caller, order: OpenWriter) -> Opened:
-        self._obey(order)
-        base = self.port.open_writer()
-        self._writers.add(base)
-        return Opened(base)
-
-    async def _close_writer(self, _: Caller, order: CloseWriter) -> Ack:
-        self._obey(order)
-        is_closed = await self.port.close_writer(order.write_base)
-        if is_closed:
-            self._writers.discard(order.write_base)
-        return Ack(is_closed)
-
-    async def _pull(self, _: Caller, order: PullObject) -> Ack:
-        self._obey(order)
-        ((offset, header),) = iterate_records(order.records)
-        return await self._fill(offset, header, self._pull_object(order, offset, header))
-
-    async def _load(self, _: Caller, order: LoadObject) -> Ack:
-        self._obey(order)
-        ((offset, header),) = iterate_records(order.records)
-        return await self._fill(offset, header, self._load_object(offset, header))
-
-    async def _fill(
-        self, offset: int, header: ExtentHeader, work: Coroutine[Any, Any, None]
-    ) -> Ack:
-        """Run ``work``, which brings an object into the extent (range of memory) at ``offset``.
-        Cancel it if the extent is wiped or the call is cancelled.
-
-        Raises: ConflictError if another such work runs for the extent; CancelledError; the errors
-            of ``work``.
-        """
-        if offset in self._pulls:
-            work.close()
-            raise ConflictError("store.pull", f"a pull to offset {offset} is under way")
-        task = asyncio.get_running_loop().create_task(work)
-        self._pulls[offset] = task
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            # Either the pull (the copy from another host) was cancelled, by a wipe of its extent,
-            # or this call was. Both end the pull.
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            raise CancelledError("store.pull", f"pull of {header.key!r} was ended") from None
-        finally:
-            if self._pulls.get(offset) is task:
-                del self._pulls[offset]
-        return Ack()
-
-    async def _load_object(self, offset: int, header: ExtentHeader) -> None:
-        if self.disk is None:
-            raise NotFoundError("store.load", f"{self.name} has no disk")
-        await self.disk.load(header, offset)
-        self.segment.seal(offset, header)
-        self.num_objects += 1
-        self.disk.on_loaded(offset, header)
-
-    async def _forget(self, _: Caller, order: ForgetObjects) -> Ack:
-        self._obey(order)
-        if self.disk is not None:
-            await self.disk.forget(order.keys, order.versions)
-        return Ack()
-
-    async def _pull_object(self, order: PullObject, offset: int, header: ExtentHeader) -> None:
-        table_at, end = self.segment.span(header)
-        try:
-            await self.port.fetch(
-                order.source,
-                order.source_offset + table_at,
-                offset + table_at,
-                end - table_at,
-                order.timeout_ms / 1e3,
-            )
-        except (PeerLostError, NotFoundError, UnsupportedError) as error:
-            # The error concerns the source host. Raise another type, or the master would take it
-            # for the loss of this host.
-            raise DeadlineError(
-                "store.pull", f"{order.source.name} cannot be reached: {error.what}"
-            ) from None
-        if not self.segment.is_intact(offset, header):
-            raise CorruptionError(
-                "store.pull", f"{header.key!r} on {order.source.name} has a wrong checksum"
-            )
-        self.segment.seal(offset, header)
-        self.num_objects += 1
-        if self.disk is not None:
-            self.disk.on_sealed(offset, header)
-
-    def _verify(self, _: Caller, order: VerifyExtent) -> Ack:
-        self._obey(order)
-        if not self.segment.has_object(order.offset):
-            raise NotFoundError("store.verify", f"no object at offset {order.offset}")
-        try:
-            header = self.segment.read_header(order.offset)
-        except CorruptionError:
-            return Ack(ok=False)
-        return Ack(header.version == order.version and self.segment.is_intact(order.offset, header))

@@ -91,7 +91,7 @@ class HostService(Service):
         disk = await self._open_disk(segment, engine, opening)
         self.host = host = StoreHost(self._name, self._machine, segment, port, disk)
         methods = MethodTable()
-        for method in host.methods():
+        for method in host.orders.methods():
             methods.register(*method)
         channel = LeaderClient(
             self._urls,
