@@ -9,7 +9,8 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +54,83 @@ class _FileBuffer:
         self.handle: Buffer = engine.register(self.array, remote=False)
 
 
-class _Opened:
+class _OpenBucket:
     def __init__(self, segment: FileSegment) -> None:
         self.segment = segment
         self.users = 0
         self.is_stale = False
+
+
+class _OpenBuckets:
+    """The bucket files that are open, a limited number, by the transfer engine's file transport.
+
+    Args:
+        engine: opens the files; borrowed.
+        find_path: returns the path of a bucket by its number.
+    """
+
+    def __init__(self, engine: TransferEngine, find_path: Callable[[int], Path]) -> None:
+        self._engine = engine
+        self._find_path = find_path
+        self._opened: OrderedDict[int, _OpenBucket] = OrderedDict()
+        self._is_direct_told = False
+
+    @asynccontextmanager
+    async def use(self, number: int) -> AsyncGenerator[FileSegment]:
+        """Provide a bucket, which stays open while the context lasts."""
+        opened = self._opened.get(number)
+        if opened is None:
+            segment = await asyncio.to_thread(self._open, number)
+            opened = self._opened.get(number)
+            if opened is None:
+                opened = self._opened[number] = _OpenBucket(segment)
+            else:
+                segment.close()  # Another task has opened it meanwhile.
+        self._opened.move_to_end(number)
+        opened.users += 1
+        if len(self._opened) > MAX_OPEN:
+            idle = next((n for n, other in self._opened.items() if not other.users), None)
+            if idle is not None:
+                self.forget(idle)
+        try:
+            yield opened.segment
+        finally:
+            opened.users -= 1
+            self._close_unused(opened)
+
+    def forget(self, number: int) -> None:
+        """Close a bucket, after the last running operation."""
+        opened = self._opened.pop(number, None)
+        if opened is not None:
+            opened.is_stale = True
+            self._close_unused(opened)
+
+    def close(self) -> None:
+        """Close all buckets."""
+        for number in list(self._opened):
+            self.forget(number)
+
+    def _close_unused(self, opened: _OpenBucket) -> None:
+        if opened.is_stale and not opened.users and not self._engine.is_closed:
+            opened.segment.close()
+
+    def _open(self, number: int) -> FileSegment:
+        path = self._find_path(number)
+        with explained(path):
+            descriptor = open_own_file(path, os.O_RDWR)
+        try:
+            # Open the bucket by its descriptor, so that the engine opens the same file that
+            # ``open_own_file`` checked.
+            own = f"/proc/self/fd/{descriptor}"
+            segment = self._engine.open_file(own, writable=True, direct=True)
+        finally:
+            os.close(descriptor)
+        if not self._is_direct_told:
+            self._is_direct_told = True
+            logger.info(
+                "event=disk_io direct=%s refusals=%s", segment.is_direct, segment.refusals or "none"
+            )
+        return segment
 
 
 class DiskFolder:
@@ -74,8 +147,7 @@ class DiskFolder:
         self.corruption = CorruptionLog()
         """Corruption found in the folder's own note."""
         self._mark = mark
-        self._opened: OrderedDict[int, _Opened] = OrderedDict()
-        self._is_direct_told = False
+        self._buckets = _OpenBuckets(engine, self._bucket)
 
     @classmethod
     def open(cls, path: Path, engine: TransferEngine, *, marks: Path) -> "DiskFolder":
@@ -116,8 +188,7 @@ class DiskFolder:
 
     def close(self) -> None:
         """Close all files and unlock the folder. No operation may be running."""
-        for number in list(self._opened):
-            self._forget(number)
+        self._buckets.close()
         if self._descriptor >= 0:
             self._mark.with_suffix(BELIEVED).unlink(missing_ok=True)
             os.close(self._folder)
@@ -176,27 +247,21 @@ class DiskFolder:
 
     async def _move(self, op: Op, number: int, at: int, buffer: DiskBuffer, nbytes: int) -> None:
         assert isinstance(buffer, _FileBuffer)
-        opened = await self._use(number)
-        try:
-            transfer = Transfer(op, buffer.handle, opened.segment, at, nbytes)
+        async with self._buckets.use(number) as segment:
+            transfer = Transfer(op, buffer.handle, segment, at, nbytes)
             await self._engine.submit([transfer], deadline_s=IO_TIMEOUT_S)
-        finally:
-            self._unuse(opened)
 
     async def sync(self, number: int) -> None:
         """Sync a bucket file to the disk, in a thread."""
-        opened = await self._use(number)
-        try:
-            await asyncio.to_thread(opened.segment.sync)
-        finally:
-            self._unuse(opened)
+        async with self._buckets.use(number) as segment:
+            await asyncio.to_thread(segment.sync)
 
     async def cut_bucket(self, number: int, nbytes: int) -> None:
         """Truncate a bucket file, and close it, since the transfer engine knows an open file by its
         old length.
         """
         await asyncio.to_thread(self._cut_bucket, number, nbytes)
-        self._forget(number)  # An open segment has the old length.
+        self._buckets.forget(number)  # An open segment has the old length.
 
     def _cut_bucket(self, number: int, nbytes: int) -> None:
         path = self._bucket(number)
@@ -209,73 +274,20 @@ class DiskFolder:
 
     async def drop_bucket(self, number: int) -> None:
         """Remove a bucket file. It is closed after the last running operation."""
-        self._forget(number)
+        self._buckets.forget(number)
         await asyncio.to_thread(self._unlink, self._bucket(number))
 
     async def quarantine_bucket(self, number: int) -> None:
         """Rename a corrupt bucket file to ``QUARANTINED``, in place of an earlier one, so that it
         is not read again.
         """
-        self._forget(number)
+        self._buckets.forget(number)
         path = self._bucket(number)
         with explained(path):
             await asyncio.to_thread(path.rename, self.path / QUARANTINED)
 
     def _bucket(self, number: int) -> Path:
         return self.path / f"{number:016x}{SUFFIX}"
-
-    # The methods below keep a limited number of bucket files open.
-
-    async def _use(self, number: int) -> _Opened:
-        opened = self._opened.get(number)
-        if opened is None:
-            segment = await asyncio.to_thread(self._open_segment, number)
-            opened = self._opened.get(number)
-            if opened is None:
-                opened = self._opened[number] = _Opened(segment)
-            else:
-                segment.close()  # Another task has opened it meanwhile.
-        self._opened.move_to_end(number)
-        opened.users += 1
-        if len(self._opened) > MAX_OPEN:
-            idle = next((n for n, other in self._opened.items() if not other.users), None)
-            if idle is not None:
-                self._forget(idle)
-        return opened
-
-    def _unuse(self, opened: _Opened) -> None:
-        opened.users -= 1
-        if opened.is_stale and not opened.users:
-            self._close_segment(opened)
-
-    def _forget(self, number: int) -> None:
-        opened = self._opened.pop(number, None)
-        if opened is not None:
-            opened.is_stale = True
-            if not opened.users:
-                self._close_segment(opened)
-
-    def _close_segment(self, opened: _Opened) -> None:
-        if not self._engine.is_closed:
-            opened.segment.close()
-
-    def _open_segment(self, number: int) -> FileSegment:
-        path = self._bucket(number)
-        with explained(path):
-            descriptor = open_own_file(path, os.O_RDWR)
-        try:
-            # Open the bucket by its descriptor, so that the engine opens the same file that
-            # ``open_own_file`` checked.
-            own = f"/proc/self/fd/{descriptor}"
-            segment = self._engine.open_file(own, writable=True, direct=True)
-        finally:
-            os.close(descriptor)
-        if not self._is_direct_told:
-            self._is_direct_told = True
-            logger.info(
-                "event=disk_io direct=%s refusals=%s", segment.is_direct, segment.refusals or "none"
-            )
-        return segment
 
     # The methods below read and write notes, which are small files.
 
