@@ -39,8 +39,8 @@ from tandem.store.client.location_cache import LocationCache
 from tandem.store.formats import layout
 from tandem.store.host.host import StoreHost
 from tandem.store.local import LocalStore
-from tandem.store.master.departures import Departures
 from tandem.store.master.state.drops import Drops
+from tandem.store.master.state.wipes import Wipes
 from tandem.store.messages import Endpoint
 from tandem.transfer import PollingLoop
 
@@ -283,7 +283,7 @@ def test_no_change_is_acknowledged_while_a_lost_host_may_still_be_read(kind):
 def test_without_the_rule_an_old_value_is_read(kind, rule, monkeypatch):
     if rule == "leases of lost hosts":
         monkeypatch.setattr(Drops, "_finish_unwiped", Drops._finish)
-        monkeypatch.setattr(Departures, "_note_leaving", lambda *_: None)
+        monkeypatch.setattr(Wipes, "hide_until", lambda *_: None)
     else:
         monkeypatch.setattr(reading_module, "LEASE_SHARE", 10)
     after, _, _ = run_virtual(lambda: change_under_a_reader(kind))
@@ -331,8 +331,8 @@ async def read_during_a_wipe() -> tuple[bytes, bytes, bytes]:
 @pytest.mark.parametrize("is_held", [True, False])
 def test_nobody_is_told_of_a_new_value_while_the_old_one_may_be_read(is_held, monkeypatch):
     if not is_held:
-        monkeypatch.setattr(Departures, "hide", lambda *_: None)
-        monkeypatch.setattr(Departures, "show", lambda *_: None)
+        monkeypatch.setattr(Wipes, "hide", lambda *_: None)
+        monkeypatch.setattr(Wipes, "show", lambda *_: None)
     first, second, last = run_virtual(read_during_a_wipe)
     assert second == b"old"
     assert last == b"new"

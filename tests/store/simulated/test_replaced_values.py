@@ -15,7 +15,7 @@ from tandem.core.errors import CapacityError, InternalError, TandemError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.options import PutOptions, PutResult
 from tandem.store.master.burials import Burials
-from tandem.store.master.departures import Departures
+from tandem.store.master.state.state import StoreState
 
 UPSERT = PutOptions(upsert=True)
 
@@ -272,7 +272,7 @@ MUTANTS = {
         ("unknown",),
     ),
     "nobody notes what a lost host keeps": (
-        Departures,
+        StoreState,
         "note_unlisted",
         lambda self, key: None,
         read_after_recovery,

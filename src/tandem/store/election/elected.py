@@ -8,6 +8,7 @@ earlier one. Opens no socket.
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -170,12 +171,16 @@ class ElectedMaster(Generic[M]):
         return self._make(epoch, term, self.counters)
 
     def _leader(self, _: Caller, __: None) -> LeaderAnswer:
-        if self.is_leader:
-            return LeaderAnswer(is_leader=True, epoch=self.master.epoch)
+        begin_s = time.perf_counter()
         leader = None if self.campaign is None else self.campaign.leader
-        if leader is None:
-            return LeaderAnswer(is_leader=False)
-        return LeaderAnswer(is_leader=False, address=leader.address, epoch=leader.epoch)
+        if self.is_leader:
+            answer = LeaderAnswer(is_leader=True, epoch=self.master.epoch)
+        elif leader is None:
+            answer = LeaderAnswer(is_leader=False)
+        else:
+            answer = LeaderAnswer(is_leader=False, address=leader.address, epoch=leader.epoch)
+        self._observe("leader", begin_s)
+        return answer
 
     def _describe(self) -> PeerLostError:
         leader = None if self.campaign is None else self.campaign.leader
@@ -186,20 +191,34 @@ class ElectedMaster(Generic[M]):
         """Call the current master's handler. Return the answer, or a coroutine if the answer takes
         time.
         """
-        self._check_leads()
-        master = self.master
-        answer = self._handlers[name](caller, request)
-        if isinstance(answer, Kept):
-            return Kept(self._finish(master, answer.work))
-        if asyncio.iscoroutine(answer):
-            return self._finish(master, answer)
-        self._check_leads(master)
-        return answer
+        begin_s, is_answered = time.perf_counter(), True
+        try:
+            self._check_leads()
+            master = self.master
+            answer = self._handlers[name](caller, request)
+            is_kept = isinstance(answer, Kept)
+            if is_kept or asyncio.iscoroutine(answer):
+                is_answered = False
+                work = self._finish(name, begin_s, master, answer.work if is_kept else answer)
+                return Kept(work) if is_kept else work
+            self._check_leads(master)
+            return answer
+        finally:
+            if is_answered:
+                self._observe(name, begin_s)
 
-    async def _finish(self, master: M, work: Coroutine[Any, Any, Any]) -> Any:
-        answer = await work
-        self._check_leads(master)
-        return answer
+    async def _finish(
+        self, name: str, begin_s: float, master: M, work: Coroutine[Any, Any, Any]
+    ) -> Any:
+        try:
+            answer = await work
+            self._check_leads(master)
+            return answer
+        finally:
+            self._observe(name, begin_s)
+
+    def _observe(self, name: str, begin_s: float) -> None:
+        self.counters.observe(name, time.perf_counter() - begin_s)
 
     def _check_leads(self, master: M | None = None) -> None:
         if not self.is_leader or (master is not None and master is not self.master):

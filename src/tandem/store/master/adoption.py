@@ -195,7 +195,7 @@ class Adoption:
             self._set_pins(row, header)
         else:
             forgotten = host.drops.forget(header.key, header.version)
-            self._departures.note_going(header.key, [forgotten])
+            self._state.wipes.note([header.key], [forgotten])
             host.purging.append(forgotten)
             return
         host.confirmed_disk[row] = header.version

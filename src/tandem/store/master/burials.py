@@ -38,6 +38,7 @@ class Burials:
     def __init__(self, state: StoreState, store: RosterStore) -> None:
         self.roster = Roster()
         self.tombstones = Tombstones()
+        self.store = store
         self.writer = RosterWriter(store, self.roster, self.tombstones, state.tasks.spawn)
         self.num_lost = 0
         """Number of host losses so far. If it is unchanged, no host was lost in between."""

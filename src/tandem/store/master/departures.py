@@ -1,13 +1,10 @@
-"""Objects and copies that leave a store: the wipes of their headers, and the callers that wait for
-the wipes.
-
-A removed object leaves the directory at once. It is *going* until no header of it is left that a
-new master could find, and *leaving* while clients may still read it from their location caches.
+"""Objects and copies that leave a store: they leave the directory at once, and their hosts wipe
+their headers; see ``state/wipes.py``.
 """
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tandem._native import measure_extents
@@ -26,26 +23,12 @@ class Departures:
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
-        self._removing: dict[str, asyncio.Future[Any]] = {}
-        """A future for each key that has removed objects; done when all headers of these objects
-        are wiped.
-        """
-        self._replacing: dict[str, asyncio.Future[Any]] = {}
-        """The futures of ``_removing`` for objects that a client may have seen. A put of the key
-        waits only for these.
-        """
-        self._leaving: dict[str, int] = {}
-        """Number of headers that are not wiped yet, by key, of objects that clients may still read
-        from their location caches.
-        """
-
-    # The methods below remove objects and copies from the directory.
 
     def drop_row(self, row: int) -> "list[asyncio.Future[None]]":
         """Remove an object from the directory and wipe its copies. Their space is free when wiped
         and without leases.
 
-        Returns: futures that are done when all headers are wiped; see ``note_going``.
+        Returns: futures that are done when all headers are wiped; see ``Wipes.note``.
         """
         state, directory = self._state, self._state.directory
         key, version = directory.key[row], directory.version[row]
@@ -62,7 +45,7 @@ class Departures:
         for replica in directory.remove(row):
             host = state.hosts[replica.host]
             if host.caller is None:
-                self.note_unlisted(key)
+                self._state.note_unlisted(key)
             done = host.drops.drop([replica.offset], [length], free_at_ms)
             wiped[replica.host] = done
             pending.append(done)
@@ -71,14 +54,14 @@ class Departures:
         for number in sorted(on_disk):
             host = state.hosts[number]
             if host.caller is None:
-                self.note_unlisted(key)
+                self._state.note_unlisted(key)
             pending.append(host.drops.forget(key, version, after=wiped.get(number)))
         if is_known:
-            earlier = self.find_going(key)  # Other copies, removed a moment ago.
+            earlier = state.wipes.find(key)  # Other copies, removed a moment ago.
             headers: list[asyncio.Future[Any]] = [] if earlier is None else [earlier]
-            self._note_leaving(key, [*headers, *wiped.values()])
+            state.wipes.hide_until(key, [*headers, *wiped.values()])
         if pending:
-            self.note_going(key, pending)
+            state.wipes.note([key], pending)
         return pending
 
     def drop_rows(self, rows: Sequence[int]) -> "list[asyncio.Future[Any]]":
@@ -92,10 +75,10 @@ class Departures:
         is_plain = bytes(h.caller is not None and h.disk is None for h in state.hosts.values())
         plain, rest = directory.split_plain(rows, is_plain, free_at_ms)
         keys = [directory.key[row] for row in plain]
-        copied, removed = state.copies.keys(), self._removing.keys()
-        if not (copied.isdisjoint(keys) and removed.isdisjoint(keys)):
+        copied, removed = state.copies.keys(), state.wipes.list_keys()
+        busy = {key for key in keys if key in copied or key in removed}
+        if busy:
             pairs = list(zip(plain, keys, strict=True))
-            busy = {key for key in keys if key in copied or key in removed}
             rest += [row for row, key in pairs if key in busy]
             plain = [row for row, key in pairs if key not in busy]
             keys = [key for key in keys if key not in busy]
@@ -110,27 +93,10 @@ class Departures:
                 host = state.hosts[number]
                 there = [lengths[row] for row in owners]
                 pending.append(host.drops.drop(offsets, there, free_at_ms))
-            self._note_many_going(keys, pending)
+            state.wipes.note(keys, pending)
         for row in rest:
             pending += self.drop_row(row)
         return pending
-
-    def _note_many_going(self, keys: Sequence[str], going: "Sequence[asyncio.Future[Any]]") -> None:
-        """Note that the headers of many removed objects are being wiped, like ``note_going``;
-        ``going`` has the futures of the wipes. REQUIRES: no wipe of these keys is running.
-        """
-        gone: asyncio.Future[Any] = going[0] if len(going) == 1 else asyncio.gather(*going)
-        waiting = dict.fromkeys(keys, gone)
-        self._removing |= waiting
-        self._replacing |= waiting
-
-        def forget(_: object) -> None:
-            for all_going in (self._removing, self._replacing):
-                for key in keys:
-                    if all_going.get(key) is gone:
-                        del all_going[key]
-
-        gone.add_done_callback(forget)
 
     def _abandon_copy(self, key: str, version: int) -> "list[asyncio.Future[None]]":
         """Abandon the copy of a removed object that a host is making, and have the range that it is
@@ -217,17 +183,17 @@ class Departures:
             free_at_ms: earliest time to free the extent, as in ``Drops.drop``.
             version: if given, the host's disk forgets the key up to this version, since the copy
                 may be on its way there.
-            was_shown: True if the directory has listed the object; see ``note_going``.
+            was_shown: True if the directory has listed the object; see ``Wipes.note``.
 
         Returns: futures that are done when the copy is wiped, or the host is lost.
         """
         if host.caller is None:
-            self.note_unlisted(key)
+            self._state.note_unlisted(key)
         done = host.drops.drop([extent.offset], [extent.length], free_at_ms)
         going = [done]
         if version is not None and host.disk is not None:
             going.append(host.drops.forget(key, version, after=done))
-        self.note_going(key, going, was_shown=was_shown)
+        self._state.wipes.note([key], going, was_shown=was_shown)
         return going
 
     def lose_disk(self, row: int, host: int) -> None:
@@ -264,115 +230,3 @@ class Departures:
             state.counters.replicas_corrupt += 1
             self.drop_replica(row, number)
         return verdict.ok
-
-    # The methods below track the objects whose headers are being wiped, and those that clients may
-    # still read by cached locations.
-
-    def note_going(
-        self, key: str, going: "Sequence[asyncio.Future[None]]", *, was_shown: bool = True
-    ) -> None:
-        """Record futures of wipes for a key. A removal of the key waits until all are done.
-
-        Args:
-            key: the object's key.
-            going: futures of the wipes.
-            was_shown: True if the directory has listed the object. If not, a put of the key does
-                not wait, since its version is higher, and a host that does not answer would delay
-                the put.
-        """
-        _join(self._removing, key, going)
-        if was_shown:
-            _join(self._replacing, key, going)
-
-    def find_going(self, key: str) -> "asyncio.Future[Any] | None":
-        """Return a future that is done when the headers of all removed objects of the key are wiped
-        on their hosts; None if there is nothing to wipe.
-        """
-        return self._removing.get(key)
-
-    def find_going_of(self, keys: Collection[str]) -> "list[asyncio.Future[Any]]":
-        """Return the futures that are done when all removed objects of the keys are wiped, each
-        future once.
-        """
-        removing = self._removing
-        if not removing or removing.keys().isdisjoint(keys):
-            return []
-        return list(dict.fromkeys(removing[key] for key in keys if key in removing))
-
-    def find_going_below(self, prefix: str) -> "list[asyncio.Future[Any]]":
-        """Return the futures that are done when all removed objects with a key prefix are wiped,
-        each future once.
-        """
-        found = (gone for key, gone in self._removing.items() if key.startswith(prefix))
-        return list(dict.fromkeys(found))
-
-    def find_replaced(self, key: str) -> "asyncio.Future[Any] | None":
-        """Return a future that is done when the objects of the key that clients have seen are
-        wiped; None if there is nothing to wipe. A put of the key waits for it.
-        """
-        return self._replacing.get(key)
-
-    def may_have_older(self, keys: Collection[str]) -> bool:
-        """Return True if older copies of one of the keys are being wiped, or an absent host may
-        have some.
-        """
-        unlisted = self._state.unlisted
-        return bool(self._replacing) or (bool(unlisted) and not unlisted.isdisjoint(keys))
-
-    def note_unlisted(self, key: str) -> None:
-        """Note that an absent host may have a copy of the key that the directory does not list, so
-        that its removal needs a tombstone.
-        """
-        self._state.unlisted.add(key)
-
-    def note_lost(self) -> None:
-        """Note that a host is about to be lost: it may keep the copies that are being wiped."""
-        for key in self._removing:
-            self.note_unlisted(key)
-
-    def hide(self, key: str) -> None:
-        """Answer no client about a key until ``show``, because an older object of the key could
-        still come back.
-        """
-        self._leaving[key] = self._leaving.get(key, 0) + 1
-
-    def show(self, key: str) -> None:
-        """End one ``hide`` of a key; after the last one clients are answered about the key
-        again.
-        """
-        self._leaving[key] -= 1
-        if not self._leaving[key]:
-            del self._leaving[key]
-
-    @property
-    def leaving(self) -> Collection[str]:
-        """The keys that no client is answered about now; nearly always empty.
-
-        Until the headers are wiped, no client is told that such an object is gone, or of a new one.
-        A client that knew, and then read the old object by its location cache, would see the past.
-        """
-        return self._leaving
-
-    def _note_leaving(self, key: str, headers: "Sequence[asyncio.Future[Any]]") -> None:
-        for header in headers:
-            if not header.done():
-                self.hide(key)
-                header.add_done_callback(lambda _: self.show(key))
-
-
-def _join(
-    all_going: "dict[str, asyncio.Future[Any]]", key: str, going: "Sequence[asyncio.Future[None]]"
-) -> None:
-    """Give ``key`` in ``all_going`` one future that is done when its earlier one and all of
-    ``going`` (the wipes of its objects) are done. The entry is removed then.
-    """
-
-    def forget(gone: "asyncio.Future[Any]") -> None:
-        if all_going.get(key) is gone:
-            del all_going[key]
-
-    earlier = all_going.get(key)
-    pending = [*going, *([] if earlier is None else [earlier])]
-    gone: asyncio.Future[Any] = pending[0] if len(pending) == 1 else asyncio.gather(*pending)
-    all_going[key] = gone
-    gone.add_done_callback(forget)

@@ -6,7 +6,6 @@ import asyncio
 import struct
 from collections.abc import Sequence
 
-from tandem.store.master.departures import Departures
 from tandem.store.master.maintenance import Maintenance
 from tandem.store.master.policies import rank_replicas
 from tandem.store.master.state.index import NO_ROW
@@ -36,14 +35,13 @@ SCAN_KEYS = 5_000
 class Lookups:
     """The master's lookups. They change nothing but leases and the hosts' load estimates."""
 
-    def __init__(self, state: StoreState, departures: Departures, maintenance: Maintenance) -> None:
+    def __init__(self, state: StoreState, maintenance: Maintenance) -> None:
         self._state = state
-        self._departures = departures
         self._maintenance = maintenance
 
     def locate(self, _: Caller, request: LocateObjects) -> Located:
         """Return the places of objects, and lease their bytes if asked."""
-        state, keys, leaving = self._state, request.keys, self._departures.leaving
+        state, keys, hidden = self._state, request.keys, self._state.wipes.hidden
         directory, hosts, lease_ms = state.directory, state.hosts, state.config.lease_ms
         if not request.lease:
             return self._measure(keys)
@@ -52,7 +50,7 @@ class Lookups:
         is_here = bytes(host.caller is not None for host in hosts.values())
         until_ms = state.now_ms() + lease_ms
         rows, (columns, versions, undecided, reads) = directory.locate_many(
-            keys, is_here, until_ms, hidden=leaving
+            keys, is_here, until_ms, hidden=hidden
         )
         others: dict[int, list[tuple[int, int]]] = {}
         if undecided:
@@ -73,15 +71,15 @@ class Lookups:
         """Return True if a missing key may have an object: hosts have yet to report their objects,
         or an older object of the key is being removed.
         """
-        leaving = self._departures.leaving
-        return self._state.awaited.is_learning or any(key in leaving for key in missing if leaving)
+        hidden = self._state.wipes.hidden
+        return self._state.awaited.is_learning or any(key in hidden for key in missing if hidden)
 
     def _measure(self, keys: Sequence[str]) -> Located:
         """Return the answer to a lookup of sizes only: no places of the objects, and no leases on
         them.
         """
-        directory, leaving = self._state.directory, self._departures.leaving
-        rows = [NO_ROW if key in leaving else directory.find(key) for key in keys]
+        directory, hidden = self._state.directory, self._state.wipes.hidden
+        rows = [NO_ROW if key in hidden else directory.find(key) for key in keys]
         sizes = [-1 if row == NO_ROW else directory.size[row] for row in rows]
         num_missing = rows.count(NO_ROW)
         self._state.counters.hits += len(rows) - num_missing
@@ -157,10 +155,10 @@ class Lookups:
             return KeyBytes(flags)
         # A removed object is answered as unsure (neither yes nor no: the client asks again) while
         # clients may still read it by their location caches.
-        leaving = self._departures.leaving
+        hidden = self._state.wipes.hidden
         missing = [key for key, flag in zip(request.keys, flags, strict=True) if not flag]
         is_unsure = self._state.is_unsure(missing) or any(
-            key in leaving for key in missing if leaving
+            key in hidden for key in missing if hidden
         )
         return KeyBytes(flags, is_unsure)
 

@@ -240,7 +240,7 @@ class Maintenance:
         if target.session != copy.session:
             # The session with the host has changed, so it is unknown whether the copy exists. The
             # host's next inventory (list of its objects) tells.
-            self._departures.note_unlisted(key)
+            self._state.note_unlisted(key)
         elif copy.is_abandoned:
             pass  # ``drop_row`` or ``_load`` has it wiped.
         elif is_done and is_same and self._state.find_copy(row, target.number) < 0:

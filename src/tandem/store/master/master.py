@@ -16,6 +16,7 @@ from tandem.store.master.allocation import Allocation
 from tandem.store.master.burials import Burials
 from tandem.store.master.departures import Departures
 from tandem.store.master.eviction import Eviction
+from tandem.store.master.joining import Joining
 from tandem.store.master.lookups import Lookups
 from tandem.store.master.maintenance import Maintenance
 from tandem.store.master.membership import Membership
@@ -105,19 +106,13 @@ class StoreMaster:
         self.departures = departures = Departures(state)
         self.eviction = eviction = Eviction(state, departures)
         self.allocation = Allocation(state, eviction)
-        store = MemoryRosterStore() if roster is None else roster
-        self.burials = burials = Burials(state, store)
+        burials = Burials(state, MemoryRosterStore() if roster is None else roster)
+        self.burials = burials
         self.puts = Puts(PutParts(state, departures, burials), self.allocation, results)
         self.maintenance = Maintenance(state, departures, eviction)
-        self.lookups = Lookups(state, departures, self.maintenance)
-        self.membership = Membership(
-            state,
-            departures,
-            eviction,
-            self.puts,
-            burials,
-            store=store,
-        )
+        self.lookups = Lookups(state, self.maintenance)
+        self.membership = Membership(state, departures, self.puts, burials)
+        self.joining = Joining(state, departures, eviction, burials, self.membership)
         self.removals = Removals(state, departures, results, lookups=self.lookups, burials=burials)
         self.pins = Pins(state, results)
         self._running: asyncio.Task[None] | None = None
@@ -147,12 +142,12 @@ class StoreMaster:
             ("retire", self.membership.retire, RetireHost, Ack),
             ("set_floor", self.membership.set_floor, SetFloor, FloorSet),
             ("status", self._status, type(None), StoreStatus),
-            ("join", self.membership.join, JoinHost, Joined),
-            ("inventory", self.membership.inventory, InventoryPage, Ack),
-            ("inventory_done", self.membership.inventory_done, InventoryDone, Ack),
-            ("leave", self.membership.leave, LeaveStore, Ack),
-            ("grown", self.membership.grown, SegmentGrown, Ack),
-            ("disk_report", self.membership.disk_report, DiskReport, KeyBytes),
+            ("join", self.joining.join, JoinHost, Joined),
+            ("inventory", self.joining.inventory, InventoryPage, Ack),
+            ("inventory_done", self.joining.inventory_done, InventoryDone, Ack),
+            ("leave", self.joining.leave, LeaveStore, Ack),
+            ("grown", self.joining.grown, SegmentGrown, Ack),
+            ("disk_report", self.joining.disk_report, DiskReport, KeyBytes),
         ]
 
     def start(self) -> None:

@@ -1,4 +1,5 @@
-"""Membership of hosts: they join, send their inventory, leave and are lost.
+"""Membership of hosts: which there are, which are lost, drained or retired. ``joining`` has their
+sessions.
 
 The list of hosts is stored outside of the master (``roster``), so that a new master knows which
 hosts to wait for. A host is *awaited* from its loss, or from this master's start, until it has sent
@@ -6,46 +7,29 @@ its inventory or is declared lost: see ``state/awaited.py``.
 """
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Mapping
-
-import numpy as np
 
 from tandem.core.errors import (
     CapacityError,
     ConflictError,
     NotFoundError,
-    PeerLostError,
     TandemError,
 )
-from tandem.store.election import Member, RosterStore
-from tandem.store.formats import layout
-from tandem.store.master.adoption import Adoption
+from tandem.store.election import Member
 from tandem.store.master.burials import ALL_CONFIRMED, Burials
 from tandem.store.master.departures import Departures
-from tandem.store.master.eviction import Eviction
 from tandem.store.master.puts import Puts
-from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.space import HostSpace
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import (
     Ack,
-    DiskReport,
     DrainHost,
     FloorSet,
     HostStage,
-    InventoryDone,
-    InventoryPage,
-    Joined,
-    JoinHost,
-    KeyBytes,
-    LeaveStore,
     RetireHost,
-    SegmentGrown,
     SetFloor,
 )
-from tandem.store.sessions import Caller, check_present
+from tandem.store.sessions import Caller
 
 __all__ = ["Membership"]
 
@@ -61,36 +45,27 @@ class Membership:
 
     Args:
         state: the master's state.
-        departures: removes objects that hosts no longer have or must not have.
-        eviction: is told when there may be surplus copies.
+        departures: removes the objects of retired hosts.
         puts: is told which hosts are lost.
         burials: the tombstones, and the roster.
-        store: stores the membership durably; borrowed.
     """
 
     def __init__(
         self,
         state: StoreState,
         departures: Departures,
-        eviction: Eviction,
         puts: Puts,
         burials: Burials,
-        *,
-        store: RosterStore,
     ) -> None:
         self._state = state
         self._departures = departures
-        self._eviction = eviction
         self._puts = puts
-        self._store = store
         self._awaited = state.awaited
         self._burials = burials
         self._roster = burials.roster
         self._writer = burials.writer
-        self._adoption = Adoption(state, departures, burials.tombstones)
-        self._names: dict[str, HostSpace] = {}
-        self._by_session: dict[int, HostSpace] = {}
-        self._num_sessions = 0
+        self.hosts: dict[str, HostSpace] = {}
+        """All hosts by name."""
         self._declaring: set[int] = set()
 
     # The methods below load the roster and change the hosts that it names.
@@ -101,7 +76,7 @@ class Membership:
         """
         while True:
             try:
-                saved = await self._store.load()
+                saved = await self._burials.store.load()
                 break
             except TandemError as error:
                 logger.warning("event=roster_unread reason=%s", error)
@@ -125,7 +100,7 @@ class Membership:
             tombstones.add(number, batch)
         self._writer.number = tombstones.newest_number + 1
         for name, member in self._roster.members.items():
-            host = self._make_host(name)
+            host = self.make_host(name)
             host.segment_id, host.disk_id = member.segment_id, member.disk_id
             if not member.is_lost:
                 self._awaited.until_ms[host.number] = now_ms + config.member_lease_ms
@@ -168,7 +143,7 @@ class Membership:
         finally:
             self._declaring.discard(host.number)
 
-    async def _enroll(self, host: HostSpace) -> None:
+    async def enroll(self, host: HostSpace) -> None:
         """Record a joining host durably in the roster (the list of hosts that may hold objects),
         before it gets any.
         """
@@ -195,33 +170,24 @@ class Membership:
         lost = next((name for name, member in members.items() if member.is_lost), None)
         if lost is None:
             raise CapacityError("store.join", f"{len(members)} hosts, the limit")
-        self._retire(self._names[lost])
+        self.retire_host(self.hosts[lost])
 
     async def retire(self, _: Caller, request: RetireHost) -> Ack:
         """Retire an absent host. Raises: NotFoundError; ConflictError if it is connected."""
         await self._awaited.is_loaded.wait()
-        host = self._names.get(request.name)
+        host = self.hosts.get(request.name)
         if host is None or host.is_retired:
             raise NotFoundError("store.retire", f"no host {request.name!r}", field="name")
         if host.caller is not None:
             raise ConflictError(
                 "store.retire", f"{request.name} is connected: drain and stop it", field="name"
             )
-        self._retire(host)
+        self.retire_host(host)
         await self._writer.save()
         return Ack()
 
-    async def leave(self, caller: Caller, request: LeaveStore) -> Ack:
-        """Note that a host ends and its data is removed. The answer comes when no later master will
-        wait for the host.
-        """
-        host = self._joining(caller, request.session)
-        self.lose_host(host)
-        self._retire(host)
-        await self._writer.save()
-        return Ack()
-
-    def _retire(self, host: HostSpace) -> None:
+    def retire_host(self, host: HostSpace) -> None:
+        """Take a host off the roster (the list of hosts), and remove its objects."""
         member = self._roster.members.pop(host.name, None)
         if member is not None:
             for storage_id in member.storage:
@@ -229,7 +195,7 @@ class Membership:
         self._awaited.until_ms.pop(host.number, None)
         host.is_retired = True
         logger.warning("event=host_retired host=%s", host.name)
-        self._forget_segment(host)
+        self.forget_segment(host)
         for row in self._state.directory.copies.rows_on_disk(host.number):
             self._departures.lose_disk(row, host.number)
         host.is_disk_known = False
@@ -259,7 +225,7 @@ class Membership:
 
     async def drain(self, _: Caller, request: DrainHost) -> Ack:
         """Start to move all objects off a host. Raises: NotFoundError."""
-        host = self._names.get(request.name)
+        host = self.hosts.get(request.name)
         if host is None or host.caller is None:
             raise NotFoundError("store.drain", f"no host {request.name!r}", field="name")
         host.is_leaving = True
@@ -267,35 +233,8 @@ class Membership:
             host.stage = HostStage.DRAINING
         return Ack()
 
-    async def join(self, caller: Caller, request: JoinHost) -> Joined:
-        """Begin a session with a host. Raises: CapacityError while another host has its name."""
-        await self._awaited.is_loaded.wait()
-        check_present(caller)
-        host = self._names.get(request.name)
-        if host is not None and host.caller is caller and request.attempt <= host.attempt:
-            # The request to join is a late or repeated copy: answer with the session that the first
-            # copy began.
-            return Joined(self._state.versions.epoch, host.number, host.session)
-        if host is not None and host.caller is not None:
-            if host.segment_id != request.segment_id:
-                # The caller may be the same host, restarted without its memory. The earlier session
-                # under this name ends with its lease.
-                what = f"a host {request.name!r} is there already: wait for the end of its lease"
-                raise CapacityError("store.join", what, field="name")
-            self.lose_host(host)  # The same host over a new connection.
-        if request.epoch_seen > self._state.versions.epoch:
-            self._state.versions.outbid(request.epoch_seen)
-        if host is None:
-            host = self._make_host(request.name)
-        elif host.segment_id != request.segment_id:
-            self._forget_segment(host)
-        self._num_sessions += 1
-        self._by_session[self._num_sessions] = host
-        self._begin_session(host, caller, request)
-        logger.info("event=host_joining host=%s session=%d", host.name, host.session)
-        return Joined(self._state.versions.epoch, host.number, host.session)
-
-    def _make_host(self, name: str) -> HostSpace:
+    def make_host(self, name: str) -> HostSpace:
+        """Add a host that this master does not know yet, without a session."""
         state = self._state
         host = HostSpace(
             len(state.hosts),
@@ -305,181 +244,20 @@ class Membership:
             state.space_freed.set,
             state.config.lease_ms,
         )
-        state.hosts[host.number] = self._names[name] = host
+        state.hosts[host.number] = self.hosts[name] = host
         return host
 
-    def _begin_session(self, host: HostSpace, caller: Caller, request: JoinHost) -> None:
-        host.is_retired = False
-        host.begin_session(caller, self._num_sessions, request)
-        host.dead_below, host.disk_dead_below = self._burials.find_floor(
-            request.name, request.segment_id, request.disk_id
-        )
-        if self._awaited.is_window_open and host.name not in self._roster.members:
-            self._await_host(host)  # The host may be a former member that the roster lost.
-        self._state.directory.copies.find_host(host.number)
-
-    def _await_host(self, host: HostSpace) -> None:
+    def await_host(self, host: HostSpace) -> None:
+        """Wait for a host's return and inventory (list of objects) for a full member lease."""
         self._awaited.until_ms[host.number] = (
             self._state.now_ms() + self._state.config.member_lease_ms
         )
 
-    def _forget_segment(self, host: HostSpace) -> None:
+    def forget_segment(self, host: HostSpace) -> None:
+        """Remove the objects in a host's memory, which is gone."""
         for row in self._state.directory.copies.rows_on_host(host.number):
             self._departures.drop_replica(row, host.number)
         host.is_known = False
-
-    def _joining(self, caller: Caller, session: int) -> HostSpace:
-        host = self._by_session.get(session)
-        if host is None or host.session != session or host.caller is not caller:
-            raise PeerLostError("store.join", f"session {session} is over: join again")
-        return host
-
-    async def inventory(self, caller: Caller, page: InventoryPage) -> Ack:
-        """Take one page of a joining host's inventory, the list of objects that it has.
-
-        Raises: ConflictError (the page is not the next one).
-        """
-        host = self._joining(caller, page.session)
-        if page.page < host.num_pages:
-            return Ack()  # A repeated copy of the page.
-        if page.page > host.num_pages:
-            raise ConflictError("store.join", f"page {page.page} before page {host.num_pages}")
-        newest = max(page.records.versions, default=0)
-        if newest > self._state.versions.newest:
-            # The host has a version above all of this master: a master of the same epoch gave it,
-            # and its record of the epoch was lost with its machine, while the host kept its data.
-            # Raise the epoch, so that no version is given twice.
-            try:
-                self._state.versions.outbid(newest >> layout.VERSION_BITS)
-            except ConflictError:
-                # Stop waiting for the rest of the host's inventory, unless the host is a member of
-                # the roster.
-                self.lose_host(host)
-                if host.name not in self._roster.members:
-                    self._awaited.until_ms.pop(host.number, None)
-                raise
-        host.num_pages += 1
-        if host.number in self._awaited:
-            self._await_host(host)
-        self._adoption.take_page(host, page.records, is_disk=page.is_disk)
-        return Ack()
-
-    async def disk_report(self, caller: Caller, report: DiskReport) -> KeyBytes:
-        """Apply a report of changes on a host's disk. The answer tells the host which of the
-        objects that it has written to the disk to keep there.
-
-        Raises: ConflictError (the inventory is not complete, or a later report has come).
-        """
-        # Wait for running commits of the reported keys: a host may write an object to its disk
-        # before this master has its answer to the seal order, when the directory does not list the
-        # object yet.
-        while busy := self._find_commit(report.stored):
-            await asyncio.shield(busy)
-        host = self._joining(caller, report.session)
-        directory = self._state.directory
-        if host.stage is HostStage.JOINING or report.number < host.disk_number:
-            raise ConflictError("store.disk", f"report {report.number} comes early, or late")
-        if report.number > host.disk_number:
-            host.disk_number, host.disk = report.number, report.status
-            for key, version in report.dropped.items():
-                row = directory.find(key)
-                is_same = row != NO_ROW and directory.version[row] == version
-                if is_same and host.number in directory.copies.disks(row):
-                    self._departures.lose_disk(row, host.number)
-        flags = bytearray(len(report.stored))
-        for i, (key, version) in enumerate(report.stored.items()):
-            row = directory.find(key)
-            if row == NO_ROW or directory.version[row] != version or host.is_leaving:
-                continue
-            if host.drops.is_forgetting(key, version):
-                # The object was evicted while the host's report was on its way, so that the host is
-                # about to forget its copy on the disk.
-                continue
-            if host.number not in directory.copies.disks(row):
-                directory.copies.add_disk(row, host.number)
-            flags[i] = 1
-        return KeyBytes(bytes(flags))
-
-    def _find_commit(self, stored: Mapping[str, int]) -> "asyncio.Future[None] | None":
-        """Return a future that is done when the commit (the end of the put) of one of these stored
-        objects has ended; None if none is being committed. ``stored`` has versions by key.
-        """
-        directory = self._state.directory
-        for key, version in stored.items():
-            busy = self._state.committing.get(key)
-            if busy is not None:
-                row = directory.find(key)
-                if row == NO_ROW or directory.version[row] < version:
-                    return busy
-        return None
-
-    async def inventory_done(self, caller: Caller, request: InventoryDone) -> Ack:
-        """Note that a host's inventory (list of objects) is complete, and whether no client can
-        write there any more by a right from an earlier session.
-
-        Raises: ConflictError (pages are missing).
-        """
-        host = self._joining(caller, request.session)
-        if request.num_pages != host.num_pages:
-            raise ConflictError(
-                "store.join", f"{host.num_pages} pages of {request.num_pages} have come"
-            )
-        host.damaged = request.damaged
-        if host.stage is HostStage.JOINING:
-            await self._enroll(host)
-            host = self._joining(caller, request.session)
-        if host.stage is HostStage.JOINING:
-            self._settle(host)
-        if request.can_write and host.stage is HostStage.READ_ONLY:
-            host.stage = HostStage.DRAINING if host.is_leaving else HostStage.ACTIVE
-            self._state.space_freed.set()
-        return Ack()
-
-    def _settle(self, host: HostSpace) -> None:
-        """Apply the complete inventory (list of objects) of a host: copies that it does not list
-        are removed from the directory, and all space without a listed object is free.
-        """
-        rows, offsets = self._state.directory.copies.places_with(host.number)
-        # Use numpy columns: a host may have a million objects, and a loop over them would delay
-        # other calls.
-        confirmed = map(host.confirmed.get, rows.tolist(), itertools.repeat(0))
-        lengths = np.fromiter(confirmed, np.uint64, len(rows))
-        for row in rows[lengths == 0].tolist():
-            self._forget_replica(row, host.number)
-        offsets, lengths = offsets[lengths > 0], lengths[lengths > 0]
-        for row in self._state.directory.copies.rows_on_disk(host.number):
-            if host.confirmed_disk.get(row) != self._state.directory.version[row]:
-                self._departures.lose_disk(row, host.number)
-        host.is_disk_known = host.disk is not None
-        host.confirmed_disk.clear()
-        host.rebuild(offsets, lengths)
-        if not any(other.is_settled for other in self._state.hosts.values()):
-            # Await the other absent hosts for a full member lease from now on: while no host was
-            # connected, the master itself may have been cut off, and other hosts may be returning
-            # as well.
-            for number in self._awaited.until_ms:
-                self._await_host(self._state.hosts[number])
-        host.is_known = True
-        host.confirmed.clear()
-        host.stage = HostStage.READ_ONLY
-        self._awaited.until_ms.pop(host.number, None)
-        self._eviction.note_surplus()
-        logger.info("event=host_joined host=%s objects=%d", host.name, len(offsets))
-
-    def _forget_replica(self, row: int, host: int) -> None:
-        """Remove a copy that the host does not have from the directory; there is nothing to
-        wipe.
-        """
-        directory = self._state.directory
-        directory.copies.drop_replica(row, host)
-        if not directory.copies.has_any(row):
-            directory.remove(row)
-
-    async def grown(self, caller: Caller, request: SegmentGrown) -> Ack:
-        """Note that more of a host's segment is usable, or that it grows no more."""
-        host = self._joining(caller, request.session)
-        host.grow(request.capacity_bytes, request.final_bytes)
-        return Ack()
 
     def lose_host(self, host: HostSpace) -> None:
         """Note that a host's session has ended. Its objects stay in the directory, unreadable, and
@@ -487,11 +265,12 @@ class Membership:
         """
         logger.warning("event=host_lost host=%s", host.name)
         self._burials.note_lost(host)
-        self._departures.note_lost()
+        for key in self._state.wipes.list_keys():
+            self._state.note_unlisted(key)  # The host may keep the copies that are being wiped.
         if host.is_settled:
-            self._await_host(host)
+            self.await_host(host)
         self._puts.forget_host(host.number)
-        self._by_session.pop(host.session, None)
+        self._state.sessions.pop(host.session, None)
         host.end_session()
         self._state.directory.copies.lose_host(host.number)
         self._state.counters.hosts_lost += 1

@@ -257,7 +257,7 @@ class PutBatch:
             for i in self._forget_lost():
                 # A host that was lost while the headers were written may have written the object's
                 # before.
-                self._departures.note_unlisted(self.keys[i])
+                self._state.note_unlisted(self.keys[i])
             self._wipe_all([number for number in self.places if number not in sealed])
             await self._show(checksums, statuses)
             return bytes(statuses)
@@ -372,7 +372,7 @@ class PutBatch:
         Until then the keys are hidden from clients: after a crash, or from an absent host, the
         older object could reappear.
         """
-        departures, unlisted = self._departures, self._state.unlisted
+        wipes, unlisted = self._state.wipes, self._state.unlisted
         is_blind = self.request.upsert and self._burials.is_blind
         replaced = self._find_replaced()
         if replaced:
@@ -381,7 +381,7 @@ class PutBatch:
             sealed = {self.keys[i] for places in self.places.values() for i in places}
             replaced = [key for key in replaced if key in sealed]
         for key in replaced:
-            departures.hide(key)
+            wipes.hide(key)
         try:
             gone = self._insert(checksums, statuses)
             if not replaced:
@@ -394,7 +394,7 @@ class PutBatch:
                 await self._burials.bury([Tombstone(k, n) for n, k in versions if k in dead])
         finally:
             for key in replaced:
-                departures.show(key)
+                wipes.show(key)
 
     def _insert(self, checksums: Sequence[int], statuses: bytearray) -> "list[asyncio.Future[Any]]":
         """Add the objects to the directory. Return futures that are done when the replaced objects
@@ -410,9 +410,9 @@ class PutBatch:
         for i in shown:
             statuses[i] = CommitStatus.REPLACED if is_unsure else CommitStatus.CREATED
         replaced: list[asyncio.Future[Any]] = []
-        if self._departures.may_have_older(()) or directory.has_any(self.keys):
+        if self._state.may_have_older(()) or directory.has_any(self.keys):
             for i in shown:
-                going = self._departures.find_replaced(self.keys[i])
+                going = self._state.wipes.find_replaced(self.keys[i])
                 if going is not None:  # Evicted a moment ago; clients may still read it.
                     replaced.append(going)
                 row = directory.find(self.keys[i])
@@ -465,13 +465,13 @@ class PutBatch:
         keys, state = self.keys, self._state
         if self.request.upsert and self._burials.is_blind:
             return keys
-        directory, departures = state.directory, self._departures
-        if not directory.has_any(keys) and not departures.may_have_older(keys):
+        directory = state.directory
+        if not directory.has_any(keys) and not state.may_have_older(keys):
             return ()
         return [
             key
             for key in keys
             if directory.find(key) != NO_ROW
-            or departures.find_replaced(key) is not None
+            or state.wipes.find_replaced(key) is not None
             or key in state.unlisted
         ]

@@ -132,7 +132,7 @@ class Removals:
         versions: list[int] = np.where(is_gone, np.maximum(found, begin), begin).tolist()
         # Earlier objects of the keys may be removed or evicted, with headers that are not wiped
         # yet.
-        going = self._departures.find_going_of(keys)
+        going = self._state.wipes.find_of(keys)
         taken: list[int] = rows[is_gone].tolist()
         self._state.counters.objects_removed += len(taken)
         going += self._departures.drop_rows(taken)
@@ -161,7 +161,7 @@ class Removals:
             Tombstone(*pair) for pair in zip(matches, versions, strict=True) if pair[1] > begin
         ]
         # Objects that other callers remove count as gone only when their headers are wiped.
-        for gone in self._departures.find_going_below(prefix):
+        for gone in self._state.wipes.find_below(prefix):
             await asyncio.shield(gone)
         await self._bury([tombstone, *newer], num_lost)
         return PrefixRemoval(sum(flags))

@@ -8,14 +8,12 @@ import logging
 import os
 import secrets
 import struct
-import time
-from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.core.clock import BootClock, MonotonicClock
 from tandem.core.errors import CapacityError, ConfigError, CorruptionError, TandemError
-from tandem.rpc import Kept, LaneRouter, Peer, RpcConfig, RpcServer
+from tandem.rpc import LaneRouter, Peer, RpcConfig, RpcServer
 from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.store.config import StoreConfig
 from tandem.store.corruption_log import CorruptionLog
@@ -140,9 +138,8 @@ class MasterService(Service):
         )
         self.elected = ElectedMaster(self._make_master, end_sessions=self._server.end_sessions)
         opening.push_async_callback(self.elected.aclose)
-        for name, handler, request, response in self.elected.methods():
-            timed = _time_calls(handler, name, self.elected.counters.observe)
-            self._server.register(name, timed, request, response)
+        for method in self.elected.methods():
+            self._server.register(*method)
         self._server.on_peer_lost(self._note_caller_lost)
         if config.election.backend == "none":
             self.elected.take(next_epoch(state_folder(url), self._corruption))
@@ -219,33 +216,3 @@ class MasterService(Service):
 async def _end_task(task: "asyncio.Task[None]") -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-
-
-def _time_calls(
-    handler: Callable[[Any, Any], Any], name: str, observe: Callable[[str, float], None]
-) -> Callable[[Any, Any], Any]:
-    """Wrap a handler so that the duration of its calls is observed, up to the answer."""
-
-    async def finish(work: Coroutine[Any, Any, Any], begin_s: float) -> Any:
-        try:
-            return await work
-        finally:
-            observe(name, time.perf_counter() - begin_s)
-
-    def timed(peer: Peer, request: Any) -> Any:
-        begin_s = time.perf_counter()
-        is_over = True
-        try:
-            answer = handler(peer, request)
-            if isinstance(answer, Kept):
-                is_over = False
-                return Kept(finish(answer.work, begin_s))
-            if asyncio.iscoroutine(answer):
-                is_over = False
-                return finish(answer, begin_s)
-            return answer
-        finally:
-            if is_over:
-                observe(name, time.perf_counter() - begin_s)
-
-    return timed

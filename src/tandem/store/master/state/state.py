@@ -1,7 +1,7 @@
 """The state of a master, shared by its parts, which make all decisions and changes."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tandem._native import fill_rows, locate_rows
@@ -16,6 +16,7 @@ from tandem.store.master.state.index import NO_ROW, Directory, Passes, Replica
 from tandem.store.master.state.orders import ORDER_TIMEOUT_S
 from tandem.store.master.state.space import Extent, HostSpace
 from tandem.store.master.state.versions import Versions
+from tandem.store.master.state.wipes import Wipes
 from tandem.store.messages import ExtentRecords
 from tandem.store.metrics import StoreCounters
 from tandem.store.tasks import Tasks
@@ -63,6 +64,8 @@ class StoreState:
         self.directory = Directory(Passes(fill_rows, locate_rows))
         self.hosts: dict[int, HostSpace] = {}
         """All hosts by number, in the order in which they first joined."""
+        self.sessions: dict[int, HostSpace] = {}
+        """Connected hosts by the number of their session."""
         self.tasks = Tasks()
         self.awaited = Awaited(self.hosts, self.now_ms, self.tasks)
         self.copies: dict[str, CopyUnderWay] = {}
@@ -74,6 +77,7 @@ class StoreState:
         """Versions of objects that were removed while inventories are arriving, by key: the
         inventories must not bring them back.
         """
+        self.wipes = Wipes()
         self.unlisted: set[str] = set()
         """Keys of which an absent host may have a copy that the directory does not list."""
         self._draw = draw
@@ -164,6 +168,20 @@ class StoreState:
         one.
         """
         return next((r.offset for r in self.directory.copies.replicas(row) if r.host == host), -1)
+
+    def note_unlisted(self, key: str) -> None:
+        """Note that an absent host may have a copy of the key that the directory does not list, so
+        that its removal needs a tombstone.
+        """
+        self.unlisted.add(key)
+
+    def may_have_older(self, keys: Collection[str]) -> bool:
+        """Return True if older copies of one of the keys are being wiped, or an absent host may
+        have some.
+        """
+        if self.wipes.has_replaced:
+            return True
+        return bool(self.unlisted) and not self.unlisted.isdisjoint(keys)
 
     @property
     def can_be_unsure(self) -> bool:
