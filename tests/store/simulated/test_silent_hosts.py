@@ -17,7 +17,7 @@ from tandem.store.client.put_batch import MIN_WRITE_S as MIN_WRITE_PATIENCE_S
 from tandem.store.config import StoreConfig
 from tandem.store.master.policies import HostView, rank_replicas
 from tandem.store.master.state.answering import MIN_WRITE_S
-from tandem.store.master.state.space import ORDER_TIMEOUT_S
+from tandem.store.master.state.orders import ORDER_TIMEOUT_S
 from tandem.store.usual_time import UsualTime
 
 STOP_S = 9.0
