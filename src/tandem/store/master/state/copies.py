@@ -170,24 +170,32 @@ class Copies:
 
     def lose_host(self, host: int) -> None:
         """Count the copies on ``host`` as unreadable, without removing them."""
-        if host not in self.lost_hosts:
-            self.lost_hosts.add(host)
-            self._count_host(host, -1)
+        if host in self.lost_hosts:
+            return
+        self.lost_hosts.add(host)
+        in_memory, rows = self._rows_of_host(host)
+        live = view(self._rows.num_live)
+        view(self._rows.num_in_memory)[in_memory] -= 1
+        live[rows] -= 1
+        self.num_unreadable += int(np.count_nonzero(live[rows] == 0))
 
     def find_host(self, host: int) -> None:
         """Count the copies on ``host``, which was lost, as readable again."""
-        if host in self.lost_hosts:
-            self.lost_hosts.remove(host)
-            self._count_host(host, 1)
-
-    def _count_host(self, host: int, step: int) -> None:
-        in_memory, on_disk = map(self.rows_with, (host, host | DISK))
-        either = np.union1d(in_memory, on_disk) if len(on_disk) else in_memory
+        if host not in self.lost_hosts:
+            return
+        self.lost_hosts.remove(host)
+        in_memory, rows = self._rows_of_host(host)
         live = view(self._rows.num_live)
-        before = np.count_nonzero(live[either] == 0)
-        view(self._rows.num_in_memory)[in_memory] += step
-        live[either] += step
-        self.num_unreadable += int(np.count_nonzero(live[either] == 0) - before)
+        self.num_unreadable -= int(np.count_nonzero(live[rows] == 0))
+        view(self._rows.num_in_memory)[in_memory] += 1
+        live[rows] += 1
+
+    def _rows_of_host(self, host: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the rows of the objects in the host's memory, and those of the objects in its
+        memory or on its disk.
+        """
+        in_memory, on_disk = map(self.rows_with, (host, host | DISK))
+        return in_memory, np.union1d(in_memory, on_disk) if len(on_disk) else in_memory
 
     def are_on(self, rows: npt.NDArray[np.int64], is_good: bytes) -> npt.NDArray[np.bool_]:
         """Return, for each row, True if all copies of its object are in the memory of good hosts.
