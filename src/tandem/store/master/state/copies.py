@@ -151,7 +151,7 @@ class Copies:
         """Return the rows of the objects that have a copy with this tag (a host's memory or
         disk).
         """
-        return self.places_with(tag)[0]
+        return view(self.row)[np.flatnonzero(view(self.host) == tag)].astype(np.int64)
 
     def places_with(self, tag: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
         """Return the rows of the objects that have a copy with this tag (a host's memory or disk),
