@@ -5,7 +5,10 @@ that run in a thread.
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from types import CoroutineType
 
 __all__ = ["Tasks", "in_thread"]
 
@@ -13,7 +16,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def in_thread(step: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+def in_thread(step: Callable[P, T]) -> "Callable[P, CoroutineType[Any, Any, T]]":
     """Return a coroutine function that runs ``step``, which blocks, in a thread."""
 
     @functools.wraps(step)

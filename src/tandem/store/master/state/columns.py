@@ -55,7 +55,7 @@ class Columns:
         """Number of copies on disks, lost hosts included."""
         self.first_copy = array("i")
         """Place of the object's first copy in the table of copies; -1 without a copy."""
-        self.total_bytes = 0
+        self.total_bytes: int = 0
         """Bytes of all values, each object counted once."""
         self._spare = array("i")
 
