@@ -41,7 +41,7 @@ from tandem.store.formats.headers import (
 )
 from tandem.store.formats.records import append_record
 from tandem.store.host import segment_file as segment_module
-from tandem.store.host.segment import HostSegment
+from tandem.store.host.segment import MARK, HostSegment
 from tandem.store.master.master import StoreMaster
 from tandem.store.master.state.versions import MAX_EPOCH_JUMP
 from tandem.store.messages import ExtentRecords, HostStage
@@ -216,11 +216,11 @@ def test_an_object_that_was_copied_to_another_place_is_not_believed(path):
     segment = HostSegment.open_file(path, CAPACITY)
     header = put(segment, 0, "key", b"x")
     segment.data[4096:4608] = segment.data[:512]
-    segment._starts[8] = segment_module.MARK
+    segment._starts[8] = MARK
     assert list(segment.scan()) == [(0, header)]
     other = HostSegment.make_anonymous(CAPACITY)
     other.data[:512] = segment.data[:512]
-    other._starts[0] = segment_module.MARK
+    other._starts[0] = MARK
     assert list(other.scan()) == []
     segment.close()
 
@@ -235,7 +235,7 @@ def test_no_flipped_bit_of_a_mark_takes_or_makes_an_object(path):
         segment = HostSegment.open_file(path, CAPACITY)
         assert dict(segment.scan()) == kept, bit
         assert len(segment.corruption.names) == 2
-        assert set(segment._starts.tolist()) == {0, segment_module.MARK}
+        assert set(segment._starts.tolist()) == {0, MARK}
     segment.close()
 
 

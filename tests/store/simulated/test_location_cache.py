@@ -37,7 +37,7 @@ from tandem.store import (
 from tandem.store.client import reading as reading_module
 from tandem.store.client.location_cache import LocationCache
 from tandem.store.formats import layout
-from tandem.store.host.host import StoreHost
+from tandem.store.host.orders import HostOrders
 from tandem.store.local import LocalStore
 from tandem.store.master.state.drops import Drops
 from tandem.store.master.state.wipes import Wipes
@@ -304,17 +304,17 @@ async def read_during_a_wipe() -> tuple[bytes, bytes, bytes]:
         assert not await client.exists("key")
     await writer.put("key", b"old")
     assert await reader.get("key") == b"old"
-    has_come, let_go, wipe = asyncio.Event(), asyncio.Event(), StoreHost._wipe
+    has_come, let_go, wipe = asyncio.Event(), asyncio.Event(), HostOrders._wipe
 
-    async def wipe_late(host, caller, order):
+    async def wipe_late(orders, caller, order):
         has_come.set()
         await let_go.wait()
-        answer = wipe(host, caller, order)
+        answer = wipe(orders, caller, order)
         return await answer if asyncio.iscoroutine(answer) else answer
 
     process, host = world.hosts["h0"]
     _, *types = process.methods["wipe"]
-    process.methods["wipe"] = (lambda caller, order: wipe_late(host, caller, order), *types)
+    process.methods["wipe"] = (lambda caller, order: wipe_late(host.orders, caller, order), *types)
     change = asyncio.ensure_future(writer.put("key", b"new", UPSERT))
     await asyncio.wait_for(has_come.wait(), 5)
     asked = asyncio.ensure_future(asking.get("key"))
