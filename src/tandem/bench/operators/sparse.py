@@ -236,6 +236,8 @@ class _FiledLayer:
         """The token that the last step decoded."""
         self._random = np.random.default_rng(3)
         self._num_reads = 0
+        self._lengths: set[int] = set()
+        """Contexts after which steps were taken."""
 
     @property
     def _top(self) -> int:
@@ -275,6 +277,7 @@ class _FiledLayer:
     def time_step(self, context: int, *, repeats: bool = False) -> float:
         if not repeats:
             self.token = (self.token + 1) % self.layer.model.spec.vocab_size
+        self._lengths.add(context)
         batch = self.layer.plan(context, self.token)
         return 1e3 * time_call(lambda: self.layer.model.forward(batch, self.cache))
 
@@ -338,8 +341,13 @@ class _FiledLayer:
 
     def check(self, context: int) -> str:
         """Compare the logits of a few tokens with those of latents in memory, bitwise."""
+        layer = self.layer
+        for length in sorted(self._lengths):
+            # A step writes its token's latent, which steps after a longer context may choose.
+            layer.model.forward(layer.plan(length), layer.cache)
+            self.run(length, 5)
         for token in (1, 2, 3):
-            expected = self.layer.model.forward(self.layer.plan(context, token), self.layer.cache)
+            expected = layer.model.forward(layer.plan(context, token), layer.cache)
             if not torch.equal(self.run(context, token), expected):
                 return f"logits of token {token} differ from those of latents in memory"
         return "ok"
