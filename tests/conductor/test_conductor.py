@@ -9,6 +9,7 @@ import pytest
 from tandem.conductor.conductor import Conductor
 from tandem.conductor.directory import Chain
 from tandem.conductor.fleet import InstanceFacts, Load
+from tandem.conductor.journal import JournalingConductor, replay_journal
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import POLICIES, make_policy
 from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place
@@ -26,7 +27,7 @@ class Root(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def ask(prompt_len=208, max_tokens=10, first=0):
-    keys = range(first, first + (prompt_len - 1) // BLOCK)
+    keys = list(range(first, first + (prompt_len - 1) // BLOCK))
     return Question("r", prompt_len, max_tokens, [Chain(keys, BLOCK)])
 
 
@@ -241,3 +242,34 @@ def test_blocks_without_their_window_or_state_are_no_prefix(depth):
     conductor.note_group("u1", range(depth))
     conductor.note_flushed("u1")
     assert conductor.count_hits(ask(prompt_len=200).chains).max() == 0
+
+
+def test_a_journal_has_the_windows_and_states_by_which_a_prefix_counts():
+    """A replay that does not know of them sends the request where no prefix is."""
+    lines = []
+    conductor = JournalingConductor("prefix", "none", lines.append)
+    for ref in (U0, U1):
+        conductor.join(ref.name, "unified")
+        conductor.serve(ref, FACTS._replace(group_depth=1))
+        conductor.note_blocks(ref.name, range(12))
+    conductor.note_group("u0", [5])
+    conductor.note_group("u1", [8])
+    conductor.place(place(), ask(prompt_len=200))
+    conductor.note_group("u1", removed=[8, 10, 11])
+    conductor.place(place(), ask(prompt_len=200))
+    replayed = list(replay_journal(lines))
+    assert [each.then.decode for each in replayed] == ["u1", "u0"]
+    assert all(each.now == each.then for each in replayed)
+
+
+def test_a_journal_has_every_event_of_a_conductor():
+    questions = {
+        "is_draining",
+        "get_step_error",
+        "get_step_costs",
+        "count_hits",
+        "count_stored",
+        "find_role_change",  # Its answer comes back as ``set_role``.
+    }
+    public = {name for name in vars(Conductor) if not name.startswith("_")}
+    assert public - questions == {name for name in vars(JournalingConductor) if name in public}

@@ -42,6 +42,7 @@ _CALLS: dict[str, Any] = {
     "note_steps": tuple[str, list[StepRecord]],
     "set_load_speed": tuple[str, float],
     "note_blocks": tuple[str, _Keys, _Keys],
+    "note_group": tuple[str, _Keys, _Keys],
     "note_flushed": tuple[str],
     "note_in_store": tuple[_Keys, _Keys],
     "note_first_token": tuple[str, float],
@@ -54,7 +55,7 @@ _CALLS: dict[str, Any] = {
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first line of a journal (the record of all calls of a conductor, for a replay)."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     policy: str
     admission: AdmissionMode
 
@@ -197,6 +198,17 @@ class JournalingConductor(Conductor):
         if kept or gone:
             self._put("note_blocks", name, kept, gone)
         super().note_blocks(name, kept, gone)
+
+    def note_group(
+        self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
+    ) -> None:
+        """Record the call in the journal and update the blocks at whose end the instance has the
+        window or a state.
+        """
+        kept, gone = list(stored), list(removed)
+        if kept or gone:
+            self._put("note_group", name, kept, gone)
+        super().note_group(name, kept, gone)
 
     def note_flushed(self, name: str) -> None:
         """Record the call in the journal and forget the instance's blocks."""
