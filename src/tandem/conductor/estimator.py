@@ -73,6 +73,8 @@ class StepEstimator:
         # although the features have different units.
         self._scale = np.maximum(self.costs, np.array(DEFAULT_COSTS) * 1e-3)
         self._squares = np.eye(NUM_FEATURES) * PRIOR_WEIGHT
+        self._diagonal = self._squares.reshape(-1)[:: NUM_FEATURES + 1]
+        """The diagonal of ``_squares``; a view."""
         self._products = np.full(NUM_FEATURES, PRIOR_WEIGHT)
         self._spread = FIRST_ERROR
         self.error = 0.0
@@ -114,9 +116,9 @@ class StepEstimator:
         row = features * self._scale / step.seconds
         self._squares *= forgetting
         self._products *= forgetting
-        self._squares += weight * np.outer(row, row)
+        self._squares += weight * (row[:, None] * row)
         self._products += weight * row
-        self._squares[np.diag_indices(NUM_FEATURES)] += PRIOR_WEIGHT * (1 - forgetting)
+        self._diagonal += PRIOR_WEIGHT * (1 - forgetting)
         self._products += PRIOR_WEIGHT * (1 - forgetting)
         is_due = self.num_steps <= SOLVE_EVERY or self.num_steps % SOLVE_EVERY == 0
         if is_due:
