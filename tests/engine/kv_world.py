@@ -81,6 +81,10 @@ class Settings:
         """The longest request takes 16."""
         self.num_slots = 0
         """Of states; 0: a model without."""
+        self.pace = 1.0
+        """Multiplies how often something breaks or is changed."""
+        self.num_asked_again, self.num_prefixes_again = 4, 3
+        """Prompts that are asked again when all is whole, and beginnings of prompts."""
         self.tiers = TierConfig(
             write=("write_through", "on_evict")[seed % 2],
             prefetch=("timeout", "wait", "timeout", "wait", "best_effort")[seed // 2 % 5],
@@ -223,10 +227,11 @@ class KvWorld(StoreWorld):
         fallbacks = sum(self.cluster.fallbacks.values())
         for instance in self.instances.values():
             instance.engine.flush_cache()  # Of the device alone: what is stored is asked for.
-        asked = self.random.sample(self.asked, min(4, len(self.asked)))
+        count = min(self.settings.num_asked_again, len(self.asked))
+        asked = self.random.sample(self.asked, count)
         await asyncio.gather(*(self.ask(prompt, 2, must_work=True) for prompt in asked))
         await self.flush_all()
-        for prefix in self.prefixes:
+        for prefix in self.prefixes[: self.settings.num_prefixes_again]:
             # Together: they share what they load and read.
             await asyncio.gather(*(self.ask(prefix, 6, must_work=True) for _ in range(2)))
         if sum(self.cluster.fallbacks.values()) > fallbacks:
@@ -394,7 +399,7 @@ class KvWorld(StoreWorld):
     async def strike(self) -> None:
         """Kill, stop and cut off, now and then."""
         while True:
-            await asyncio.sleep(self.random.expovariate(0.7))
+            await asyncio.sleep(self.random.expovariate(0.7 * self.settings.pace))
             kind = self.random.choice(("host", "master", "kill", "kill", "stop", "pause", "cut"))
             match kind:
                 case "host":

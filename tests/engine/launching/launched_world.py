@@ -47,6 +47,13 @@ class LaunchedSettings(Settings):
         has_pairs = "p0" in self.roles
         self.role_policy = "load" if has_pairs and seed % 2 else "fixed"
 
+    def shrink(self) -> None:
+        """Make the world small: as many faults during a third of the requests, and fewer requests
+        after them.
+        """
+        self.pace = 3.0
+        self.num_asked_again = self.num_prefixes_again = 1
+
 
 class SimOwnedLauncher(SimLauncher):
     """An ``OwnedLauncher``."""
@@ -250,7 +257,7 @@ class LaunchedWorld(KvWorld):
     async def change(self) -> None:
         """Let a server change roles, drain, restart, add and remove instances."""
         while True:
-            await asyncio.sleep(self.random.uniform(0.1, 1.5))
+            await asyncio.sleep(self.random.uniform(0.1, 1.5) / self.settings.pace)
             cluster, chance = self.random.choice(self.servers).cluster, self.random
             names = sorted(self.settings.roles)
             name, role = chance.choice(names), chance.choice(("prefill", "decode", "unified"))
@@ -283,7 +290,7 @@ class LaunchedWorld(KvWorld):
     async def lose_servers(self) -> None:
         """Kill a server, or its machine, or cut it off from the launcher, now and then."""
         while True:
-            await asyncio.sleep(self.random.expovariate(0.5))
+            await asyncio.sleep(self.random.expovariate(0.5 * self.settings.pace))
             server = self.random.choice(self.servers)
             kind = self.random.choice(("killed", "silent", "cut"))
             self.ends[f"server {kind}"] += 1

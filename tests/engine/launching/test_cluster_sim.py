@@ -2,7 +2,8 @@
 
 Method: the world of ``launched_world``: a launcher; two servers that are killed, fall silent and
 are cut off, each with a conductor; instances that change roles, by command and by load, drain,
-restart, join and leave; a store; and the faults of ``KvWorld``. A failing seed prints itself.
+restart, join and leave; a store; and the faults of ``KvWorld``. A failing seed prints itself. Most
+seeds of the quick run are small worlds, which break as often during a third of the requests.
 """
 
 import pytest
@@ -14,7 +15,9 @@ from tandem.engine.cluster.request_states import RequestStates
 from tandem.engine.launching.attached import AttachedCluster
 from tandem.sim import run_virtual
 
-NUM_REQUESTS = 12
+NUM_REQUESTS, NUM_SMALL_REQUESTS = 12, 4
+LARGE_EVERY = 25
+"""Of the seeds of the quick run one in so many is a large world."""
 
 
 @pytest.fixture
@@ -28,8 +31,11 @@ def quick_roles(monkeypatch):
     monkeypatch.setattr("tandem.engine.cluster.client.ROLE_LOOK_S", 0.2)
 
 
-def run_seed(seed, num_requests=NUM_REQUESTS, **changes):
+def run_seed(seed, num_requests=NUM_REQUESTS, *, is_small=False, **changes):
     settings = LaunchedSettings(seed)
+    if is_small:
+        settings.shrink()
+        num_requests = NUM_SMALL_REQUESTS
     for name, value in changes.items():
         assert hasattr(settings, name)
         setattr(settings, name, value)
@@ -43,20 +49,21 @@ def run_seed(seed, num_requests=NUM_REQUESTS, **changes):
 
 
 @pytest.mark.parametrize(
-    "seeds",
+    ("seeds", "has_small"),
     [
-        range(28),
-        pytest.param(range(28, 200), marks=pytest.mark.slow),
-        pytest.param(range(200, 10_000), marks=pytest.mark.long),
+        pytest.param(range(100), True, id="quick"),
+        pytest.param(range(200), False, id="200", marks=pytest.mark.slow),
+        pytest.param(range(200, 10_000), False, id="9800", marks=pytest.mark.long),
     ],
-    ids=len,
 )
 @pytest.mark.usefixtures("quick_roles")
-def test_seeds(seeds):
-    worlds = {seed: run_seed(seed) for seed in seeds}
+def test_seeds(seeds, has_small):
+    small = {seed for seed in seeds if has_small and seed % LARGE_EVERY}
+    worlds = {seed: run_seed(seed, is_small=seed in small) for seed in seeds}
     bad = {seed: world.violations[:3] for seed, world in worlds.items() if world.violations}
     assert not bad
-    assert sum(world.ends["length"] for world in worlds.values()) > 10 * len(seeds)
+    num_answers = 10 * len(seeds) - 6 * len(small)
+    assert sum(world.ends["length"] for world in worlds.values()) > num_answers
     assert sum(world.num_read for world in worlds.values()) > 0
     ends = {kind for world in worlds.values() for kind in world.ends}
     assert ends & {"role", "restart", "remove", "add"}
