@@ -98,7 +98,8 @@ class LLM:
         settings: settings by their last name (``max_model_len=2048``), or by section and name if
             several sections have it (``store__secret=...``).
 
-    Raises: ConfigError; PeerLostError (an instance cannot start); the errors of loading the model.
+    Raises: ConfigError (a setting is unknown or not valid); PeerLostError (an instance cannot
+        start); the errors of loading the model.
     """
 
     def __init__(self, model: str, *, config: Path | None = None, **settings: Any) -> None:
@@ -149,8 +150,9 @@ class LLM:
             prompts: a text, token ids, or a list of either.
             sampling: fields of ``/v1/completions``.
 
-        Raises: the errors of a server's answer: ConfigError, CapacityError, DeadlineError,
-            PeerLostError.
+        Raises: the errors of a server's answer: ConfigError (a prompt or a field is not valid);
+            CapacityError (the queue is full); DeadlineError (the time limit has passed);
+            PeerLostError (the instance is down).
         """
         return self._call(self._answer(_read_completion(prompts, sampling)))
 

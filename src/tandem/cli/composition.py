@@ -67,7 +67,8 @@ class Composition(NamedTuple):
 def check_model(settings: Config) -> CheckedModel:
     """Find the model's files, before processes are started and weights are read.
 
-    Raises: ConfigError; errors of ``resolve_folder`` and ``load_tokenizer``.
+    Raises: ConfigError (settings do not go together); errors of ``check_files`` and
+        ``load_tokenizer``.
     """
     if settings.cluster.launchers:
         if settings.store.memory_bytes:
@@ -85,7 +86,8 @@ def check_model(settings: Config) -> CheckedModel:
 def check_files(settings: Config) -> tuple[Path, tuple[AdapterSource, ...]]:
     """Return the folder of the model, and its adapters.
 
-    Raises: ConfigError; errors of ``resolve_folder``.
+    Raises: ConfigError (a setting does not fit the model or another setting); errors of
+        ``resolve_folder``.
     """
     check_store(settings.store)
     folder = resolve_folder(settings.model.path, revision=settings.model.revision)
@@ -114,7 +116,7 @@ def _check_context(engine: EngineConfig, values: dict[str, Any]) -> None:
     """Check that the context is not longer than the model's own, if its configuration states that
     plainly.
 
-    Raises: ConfigError.
+    Raises: ConfigError (it is longer).
     """
     own = values.get("max_position_embeddings")
     if isinstance(own, int) and own > 0:

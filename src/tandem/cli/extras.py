@@ -29,7 +29,7 @@ def require_extra(extra: str, *packages: str) -> None:
 def require_serve() -> None:
     """Check that the packages of a server are installed; see ``require_extra``.
 
-    Raises: UnsupportedError.
+    Raises: UnsupportedError (one is missing; the text names it).
     """
     require_extra("serve", "torch", "transformers", "starlette", "uvicorn", "httptools", "httpx")
 

@@ -186,7 +186,7 @@ class Fleet:
         """Return the role of the instance in a row."""
         return ROLES[int(self.role[row])]
 
-    # ---------------------------------------------------------------- events
+    # The methods below record what has happened to instances.
 
     def join(self, name: str, role: InstanceRole) -> int:
         """Add an instance that does not serve yet; return the row of the columns that it gets."""
@@ -283,7 +283,7 @@ class Fleet:
         decodes = self.is_serving & ~self.is_draining & (self.role == DECODE)
         np.sum(self.reads[decodes], axis=0, out=self.num_readers)
 
-    # ---------------------------------------------------------------- questions
+    # The methods below answer questions about the instances.
 
     def find_usable(self, avoid: Collection[InstanceRef], identity: str | None) -> Mask:
         """Return a new mask of the rows whose instances may be chosen: serving, not draining, not

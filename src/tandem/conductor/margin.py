@@ -60,9 +60,9 @@ class Margin:
         if real_s <= 0 or predicted_s <= 0:
             return
         self.error += (abs(predicted_s - real_s) / real_s - self.error) * (1 - ERROR_MEMORY)
-        # Compare with the present factor and not with that at acceptance. Of many requests that
-        # were accepted before the margin rose, only those that the risen margin would not cover
-        # then raise it further.
+        # Compare the measured time with the prediction times the present factor, not times the
+        # factor at acceptance. Of many requests that were accepted before the margin rose, only
+        # those that the risen margin would not cover then raise it further.
         factor = self.get_factor(now_s)
         is_over = real_s > max(predicted_s * factor, safe_s)
         step = weight * MARGIN_STEP * (SAFE_SHARE if is_over else SAFE_SHARE - 1.0)

@@ -112,6 +112,7 @@ def predict_tpot(
         queued = queued + (prompt_len - prefix_len)
         queued_context = queued_context + 0.5 * (prompt_len * prompt_len - prefix_len * prefix_len)
     queue_s = token_cost * queued + context_cost * queued_context
-    # Add the time that queued prompts add to a decode step: at most one full step of their tokens.
+    # Each decode step also waits for its share of the queued prompts' time: the whole queue spread
+    # over the request's tokens, but at most one step full of prompt tokens.
     step_share = fleet.max_batch_tokens[rows] / np.maximum(queued, 1.0)
     return decode_s + queue_s * np.minimum(step_share, 1.0 / num_tokens)

@@ -208,7 +208,8 @@ class YamlLoader(yaml.SafeLoader):
     def get_single_node(self) -> yaml.Node | None:
         """Return the root node of the only document; None if there is no document.
 
-        Raises: yaml.YAMLError.
+        Raises: yaml.YAMLError (the text does not parse, is nested too deep, or has several
+            documents).
         """
         try:
             root: yaml.Node | None = super().get_single_node()
@@ -221,7 +222,7 @@ class YamlLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Return the Python value of a node.
 
-        Raises: yaml.YAMLError.
+        Raises: yaml.YAMLError (its text is not a value of its kind, such as a date).
         """
         try:
             return cast("object", super().construct_object(node, deep))  # pyright: ignore[reportUnknownMemberType]
@@ -236,7 +237,7 @@ class YamlLoader(yaml.SafeLoader):
 def parse_yaml(text: str) -> Any:
     """Return the value of a YAML document; None if it is empty.
 
-    Raises: yaml.YAMLError.
+    Raises: yaml.YAMLError (the text is not one valid document).
     """
     loader = YamlLoader(text)
     try:

@@ -30,7 +30,7 @@ varying addresses later in their messages."""
 
 
 class LogLevel(StrEnum):
-    """The least severe level that is written."""
+    """The least severe level of the log lines that are written."""
 
     DEBUG = "debug"
     INFO = "info"

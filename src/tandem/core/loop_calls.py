@@ -58,7 +58,8 @@ class LoopThread:
 
         An interrupt or the time limit cancels the coroutine.
 
-        Raises: TimeoutError; RuntimeError (the loop is closed); errors of ``work``.
+        Raises: TimeoutError (``timeout_s`` has passed); RuntimeError (the loop is closed); errors
+            of ``work``.
         """
         future = self.submit(work)
         try:

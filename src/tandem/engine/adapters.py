@@ -92,7 +92,7 @@ class AdapterTable:
         """Refuse further requests for the adapter with this digest, and free it when the last one
         has ended.
 
-        Raises: NotFoundError.
+        Raises: NotFoundError (no adapter with this digest is loaded).
         """
         if not self._engine.remove_adapter(digest):
             raise NotFoundError("engine.unload_adapter", f"no adapter {digest[:12]} is loaded")

@@ -32,8 +32,10 @@ class RequestChecks:
     def check(self, message: AddRequest, *, can_read_instances: bool) -> None:
         """Check a new request.
 
-        Raises: ConfigError; UnsupportedError (its KV is to be read from another instance, but
-            ``can_read_instances`` is False).
+        Raises: ConfigError (a token id, a logit bias, or the request's fields together are not
+            valid; ``field`` names the field); UnsupportedError (the model does not give what is
+            asked for, or its KV is to be read from another instance, but ``can_read_instances`` is
+            False).
         """
         params = message.sampling
         self._check_tokens(message.prompt_ids, "prompt")
@@ -102,7 +104,8 @@ class RequestChecks:
     def check_continuation(self, continuation: Continuation, params: SamplingParams) -> None:
         """Check the tokens with which another instance's request is continued here.
 
-        Raises: ConfigError.
+        Raises: ConfigError (a token is outside the vocabulary, or ``max_tokens`` leaves none to
+            generate).
         """
         self._check_tokens(continuation.token_ids, "continuation")
         if len(continuation.token_ids) >= params.max_tokens:

@@ -185,7 +185,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         """Check that values that are valid one by one are valid together.
 
-        Raises: ConfigError.
+        Raises: ConfigError (they are not; ``field`` names the value to change).
         """
         if self.block_size & (self.block_size - 1):
             raise ConfigError(

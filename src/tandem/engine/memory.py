@@ -202,7 +202,7 @@ def plan_states(
 def check_context(max_model_len: int, own: int) -> None:
     """Check that a requested context is not longer than the positions that the model knows.
 
-    Raises: ConfigError.
+    Raises: ConfigError (it is longer).
     """
     if max_model_len > own:
         raise ConfigError(

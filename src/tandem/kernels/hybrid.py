@@ -74,8 +74,8 @@ class LayeredStep(Protocol):
         ...
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Add the sum that the last layer left to the residual stream; call it after the last
-        layer.
+        """Add to the residual stream what the last layer left for the next norm (see
+        ``leave_sum_``), if anything; call it after the last layer.
         """
         ...
 

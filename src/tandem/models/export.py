@@ -258,7 +258,7 @@ class _Maker:
 
 
 def check_absent(out: Path) -> None:
-    """Check that a folder does not exist. Raises: ConfigError."""
+    """Check that a folder does not exist. Raises: ConfigError (something has its name)."""
     if out.exists() or out.is_symlink():
         raise ConfigError(
             "models.export", f"{out} is there already: name a new folder", field="out"
@@ -293,7 +293,7 @@ class Draft:
         """Create and lock the folder.
 
         Raises: ConfigError (another conversion is at work, or the folder is not a conversion's);
-            OSError.
+            OSError (the folder cannot be made or emptied).
         """
         self._out.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(LOCK_ATTEMPTS):

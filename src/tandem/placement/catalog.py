@@ -152,7 +152,7 @@ def list_hardware() -> list[str]:
 def find_hardware(name: str) -> HardwareSpec:
     """Return the description of a known machine.
 
-    Raises: NotFoundError.
+    Raises: NotFoundError (no machine of this name).
     """
     machines = _read_machines()
     if name not in machines:
@@ -233,7 +233,7 @@ def list_models() -> list[str]:
 def find_model(name: str) -> KnownModel:
     """Return the configuration of a known model.
 
-    Raises: NotFoundError.
+    Raises: NotFoundError (no model of this name).
     """
     names = list_models()
     if name not in names:

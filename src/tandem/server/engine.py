@@ -126,21 +126,30 @@ class EngineClient(Protocol):
         ...
 
     async def unload_adapter(self, name: str) -> AdapterInfo:
-        """Refuse further requests for an adapter. Raises NotFoundError."""
+        """Refuse further requests for an adapter. Raises: NotFoundError (it is not loaded)."""
         ...
 
     async def set_role(self, name: str, role: InstanceRole) -> None:
-        """Change the role of an instance. Raises NotFoundError, UnsupportedError."""
+        """Change the role of an instance.
+
+        Raises: NotFoundError (no instance of this name); UnsupportedError (the instances of this
+            cluster cannot read each other's KV blocks).
+        """
         ...
 
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
-        """Stop or resume sending new requests to an instance. Raises NotFoundError."""
+        """Stop or resume sending new requests to an instance.
+
+        Raises: NotFoundError (no instance of this name).
+        """
         ...
 
     async def restart(self, name: str, *, patience_s: float) -> None:
-        """Replace the process of an instance after its requests have ended. Raises NotFoundError.
+        """Replace the process of an instance after its requests have ended.
 
         ``patience_s``: seconds after which they continue on other instances.
+
+        Raises: NotFoundError (no instance of this name).
         """
         ...
 
@@ -149,11 +158,18 @@ class EngineClient(Protocol):
         ...
 
     async def add_instance(self, role: InstanceRole) -> str:
-        """Start one more instance and return its name. Raises UnsupportedError, PeerLostError."""
+        """Start one more instance and return its name.
+
+        Raises: UnsupportedError (the cluster cannot have instances of this role); PeerLostError
+            (the instance cannot serve).
+        """
         ...
 
     async def remove_instance(self, name: str, *, patience_s: float) -> None:
-        """End an instance permanently. Raises NotFoundError, ConflictError (it is the last one)."""
+        """End an instance permanently.
+
+        Raises: NotFoundError (no instance of this name); ConflictError (it is the last one).
+        """
         ...
 
     async def read_expert_counts(self) -> ExpertCounts:

@@ -185,7 +185,7 @@ class MemoryDisk:
     async def make_bucket(self, number: int, nbytes: int) -> None:
         """Create a bucket (a large file of the store's SSD tier) and reserve its space.
 
-        Raises: CapacityError.
+        Raises: CapacityError (the disk has too little free space).
         """
         await self._step()
         assert number not in self.files

@@ -116,7 +116,8 @@ class Session:
     ) -> T:
         """Call a method of the far process.
 
-        Raises: PeerLostError; DeadlineError; the errors of the method.
+        Raises: PeerLostError (there is no session, or the far process is gone); DeadlineError (no
+            answer within ``timeout_s``); the errors of the method.
         """
         await self.near.pass_stall()
         if not (self.is_open and self.near.is_alive):

@@ -139,7 +139,7 @@ class Batch:
     def status(self, index: int) -> TransferStatus:
         """Return the progress of transfer ``index``.
 
-        Raises: NotFoundError.
+        Raises: NotFoundError (the batch has no such transfer).
         """
         done = self._core.bytes_done(index)
         return TransferStatus(done, self._lengths[index])

@@ -142,7 +142,7 @@ class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         """Check bounds, and conditions that bounds cannot express.
 
-        Raises: ConfigError.
+        Raises: ConfigError (one does not hold; ``field`` names the setting).
         """
         check_bounds(self, "transfer")
         check_text(self.secret, "transfer.secret")

@@ -268,7 +268,8 @@ class TransferEngine:
         """Connect to the engine at ``host:port``; both sides prove the secret.
 
         Raises: PermissionDeniedError (secrets differ); UnsupportedError (versions differ);
-            PeerLostError (no engine there); DeadlineError; ConfigError (malformed address).
+            PeerLostError (no engine there); DeadlineError (no answer in time); ConfigError
+            (malformed address).
         """
         self._warn_of_slow_tags(not _are_loopback([address]))
         segment_id = self.core.open(address, self._deadline(deadline_s))
@@ -293,9 +294,9 @@ class TransferEngine:
             direct: True to bypass the page cache where offset and length are multiples of 4096;
                 see ``FileSegment.is_direct``.
 
-        Raises: NotFoundError; PermissionDeniedError; ConflictError (another length); CapacityError
-            (disk full); ConfigError (no regular file, empty); UnsupportedError (io_uring is
-            demanded and refused).
+        Raises: NotFoundError (no such file); PermissionDeniedError (the system
+            forbids it); ConflictError (another length); CapacityError (disk full); ConfigError (no
+            regular file, empty); UnsupportedError (io_uring is demanded and refused).
         """
         if length is not None and not 1 <= length < MAX_ADDRESS:
             raise ConfigError(
@@ -403,8 +404,8 @@ class TransferEngine:
 
         Returns when the peer has it. Transfers that ended before are visible to the peer by then.
 
-        Raises: PeerLostError; CapacityError (too many unread there); DeadlineError: it was
-            delivered once or not at all.
+        Raises: PeerLostError (the connection is lost); CapacityError (too many unread there);
+            DeadlineError: it was delivered once or not at all.
         """
         check_text(name, "name")
         if len(payload) > MAX_NOTIFICATION_BYTES or len(name.encode()) > 1024:

@@ -32,7 +32,7 @@ class NicPlan(msgspec.Struct, frozen=True, kw_only=True):
 def load_topology(config: TransferConfig) -> Topology:
     """Read the configured topology file, or this host's topology without one.
 
-    Raises: ConfigError.
+    Raises: ConfigError (the file cannot be read, or does not describe a topology).
     """
     if not config.topology_file:
         return read_topology()

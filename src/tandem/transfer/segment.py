@@ -60,7 +60,7 @@ class Segment:
     def refresh(self, deadline_s: float | None = None) -> None:
         """Ask the peer which buffers it offers now.
 
-        Raises: PeerLostError; DeadlineError.
+        Raises: PeerLostError (the connection is lost); DeadlineError (no answer in time).
         """
         seen: SegmentDescription = self._engine.describe(self._id, deadline_s)
         self.name = seen.name
@@ -89,7 +89,8 @@ class Segment:
     def buffer(self, name: str) -> RemoteBuffer:
         """Return a buffer by its name. Asks the peer again if the name is unknown.
 
-        Raises: NotFoundError; PeerLostError; DeadlineError.
+        Raises: NotFoundError (the peer offers no buffer of this name); PeerLostError and
+            DeadlineError as ``refresh``.
         """
         if name not in self._buffers:
             self.refresh()

@@ -204,7 +204,7 @@ def read_trace(
         slowdown: multiplies the times between arrivals.
         seed: seed from which, with a hash id, the tokens of a block are drawn.
 
-    Raises: NotFoundError; ConfigError (a line is no row of a trace).
+    Raises: NotFoundError (the file cannot be read); ConfigError (a line is no row of a trace).
     """
     block = check_divisor(length_divisor)
     rows = itertools.islice(shrink_rows(read_rows(path), length_divisor), count)

@@ -40,7 +40,9 @@ class Rotation(Protocol):
         ...
 
     def time_rival(self, nth: int, kind: Kind) -> float:
-        """Return the seconds of one call of the rival, on as many threads as ``kind`` says."""
+        """Return the seconds of one call of the rival's operator ``nth``, in the variant ``kind``,
+        which also gives the number of threads.
+        """
         ...
 
     def check_rival(self, kind: Kind) -> str:

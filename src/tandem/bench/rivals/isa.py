@@ -66,7 +66,7 @@ def check_peer_isa(peer: str, isa: str) -> None:
        peer: the peer's name, for the error.
        isa: the instruction set that the peer reports.
 
-    Raises: UnsupportedError.
+    Raises: UnsupportedError (it was).
     """
     cap = cpu_features().cap
     if cap and LEVELS.index(isa) > LEVELS.index(cap):

@@ -152,7 +152,7 @@ class RivalProcess:
         """Return the result of one call.
 
         Raises: UnsupportedError (the peer reported an error); PeerLostError (its process ended);
-        DeadlineError.
+            DeadlineError (no answer within ``timeout_s``).
         """
         assert self._process.stdin is not None
         try:

@@ -33,7 +33,7 @@ def follow_wishes(
         users: number of users served at once; 0: no wish.
         quality: coarsest allowed format of weights; empty: no wish.
 
-    Raises: ConfigError.
+    Raises: ConfigError (``quality`` is unknown, or a given setting differs from a wish).
     """
     wished: dict[str, Any] = {}
     if context:

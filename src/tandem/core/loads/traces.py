@@ -39,7 +39,7 @@ _DECODER = msgspec.json.Decoder(TraceRow)
 def read_rows(path: Path) -> Iterator[TraceRow]:
     """Yield the requests of a trace, in the order of the file.
 
-    Raises: NotFoundError; ConfigError (a line is no row of a trace).
+    Raises: NotFoundError (the file cannot be read); ConfigError (a line is no row of a trace).
     """
     try:
         with path.open("rb") as lines:

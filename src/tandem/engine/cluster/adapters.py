@@ -152,7 +152,7 @@ class ClusterAdapters:
     async def unload(self, name: str) -> AdapterInfo:
         """Stop accepting requests for the adapter of this name; requests that run continue.
 
-        Raises: NotFoundError.
+        Raises: NotFoundError (no adapter of this name is loaded).
         """
         async with self._lock:
             info = self._table.pop(name, None)
@@ -179,7 +179,9 @@ class ClusterAdapters:
             self._run(self._unload(digest))
 
     async def close(self) -> None:
-        """Cancel the loads of adapters in progress."""
+        """Cancel the loads and unloads of adapters that run in the background, and wait until they
+        have ended.
+        """
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

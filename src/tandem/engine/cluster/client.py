@@ -489,7 +489,7 @@ class ClusterClient:
         """Stop accepting requests for an adapter; see ``EngineClient.unload_adapter``."""
         return await self._adapters.unload(name)
 
-    # ---------------------------------------------------------------- sleep
+    # The methods below end the processes of idle instances, and start them again.
 
     async def sleep(self) -> None:
         """End the processes of all instances once no request is live, keeping what makes the next
@@ -525,14 +525,14 @@ class ClusterClient:
                 task.cancel()
             await asyncio.gather(*waking, return_exceptions=True)
 
-    # ---------------------------------------------------------------- instances
+    # The methods below change, replace, add and remove single instances.
 
     async def set_role(self, name: str, role: InstanceRole) -> None:
         """Change the role of an instance while it serves; requests that it has begun continue
         there.
 
-        Raises: NotFoundError; UnsupportedError (the instances of this cluster cannot read each
-        other's KV blocks).
+        Raises: NotFoundError (no instance of this name); UnsupportedError (the instances of this
+            cluster cannot read each other's KV blocks).
         """
         member = self._find(name)
         if role != "unified" and member.spec.transfer is None:
@@ -570,7 +570,7 @@ class ClusterClient:
     async def drain(self, name: str, *, is_draining: bool = True) -> None:
         """Stop or resume sending new requests to an instance; return at once.
 
-        Raises: NotFoundError.
+        Raises: NotFoundError (no instance of this name).
         """
         self._find(name)
         self._dispatcher.set_draining(name, is_draining=is_draining)
@@ -583,7 +583,7 @@ class ClusterClient:
             patience_s: seconds after which requests that have not ended continue on other
                 instances.
 
-        Raises: NotFoundError.
+        Raises: NotFoundError (no instance of this name).
         """
         member = self._find(name)
         self._dispatcher.set_draining(name, is_draining=True)
@@ -628,7 +628,7 @@ class ClusterClient:
     async def remove_instance(self, name: str, *, patience_s: float = DRAIN_S) -> None:
         """End an instance permanently after its requests have ended or moved to other instances.
 
-        Raises: NotFoundError; ConflictError (it is the last one).
+        Raises: NotFoundError (no instance of this name); ConflictError (it is the last one).
         """
         member = self._find(name)
         if len(self._members) == 1:
@@ -695,7 +695,7 @@ class ClusterClient:
         # Ask only instances that serve: one that is down restarts with an empty cache.
         return sum(await asyncio.gather(*(member.call(FLUSH_CACHE, Empty()) for member in asked)))
 
-    # ---------------------------------------------------------------- changes
+    # The methods below react when an instance changes its role or its stage.
 
     def _note_change(self, changed: ClusterMember) -> None:
         if self.info is not None:

@@ -120,7 +120,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         """Check that the settings together describe a valid cluster.
 
-        Raises: ConfigError.
+        Raises: ConfigError (they do not; ``field`` names one of the settings).
         """
         if self.launchers and self.prefill + self.decode + self.unified:
             raise ConfigError(
@@ -150,7 +150,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def require_pairs(self) -> None:
         """Refuse prefill instances without decode instances, and the reverse.
 
-        Raises: ConfigError.
+        Raises: ConfigError (there are instances of one of the two roles alone).
         """
         if bool(self.prefill) != bool(self.decode):
             missing = "decode" if self.prefill else "prefill"

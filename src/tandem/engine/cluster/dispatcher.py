@@ -317,7 +317,7 @@ class Dispatcher:
         """The conductor, which chooses instances for requests."""
         return self._placing.conductor
 
-    # ---------------------------------------------------------------- states
+    # The methods below pass events to a request's states and execute the resulting actions.
 
     def _cancel(self, request_id: str) -> None:
         live = self._live.get(request_id)
@@ -375,7 +375,7 @@ class Dispatcher:
         if self.on_end is not None:
             self.on_end(live.request)
 
-    # ---------------------------------------------------------------- actions
+    # The methods below execute the actions.
 
     def _execute(self, live: _Live, action: Action) -> list[Action]:
         """Execute one action; return the actions that its outcome calls for at once."""
@@ -515,7 +515,7 @@ class Dispatcher:
             raise PeerLostError("engine.call", f"{leg.instance.name} is gone: try again")
         return port
 
-    # ---------------------------------------------------------------- calls
+    # The methods below call instances, each call as a task of its own.
 
     def _call(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(work)

@@ -157,7 +157,7 @@ class ClusterMember:
         self._role = role
         self.supervisor.set_role(role)
 
-    # ---------------------------------------------------------------- links
+    # The methods below connect a decode instance to the prefill instances whose KV it reads.
 
     def link(self, source: "ClusterMember") -> None:
         """Connect to another instance to read its KV, once both serve and again after a restart of

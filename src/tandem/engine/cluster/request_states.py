@@ -81,7 +81,7 @@ class Limits:
     max_attempts: int = 3
 
 
-# ---------------------------------------------------------------- inputs
+# The classes below are the inputs: what has happened to a request or one of its legs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Cancel:
 
 Input = Pair | Alone | NoRoute | LegOutput | LegFailed | Continued | Cancel
 
-# ---------------------------------------------------------------- actions
+# The classes below are the actions: what the caller is to do for a request.
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,7 +467,7 @@ class RequestStates:
         self._avoid.add(leg.instance)
         self._error = self._happened.error
 
-    # ---------------------------------------------------------------- steps
+    # The methods below execute the effects of leaving a state; most append actions for the caller.
 
     def _act(self, action: Action) -> None:
         self._happened.actions.append(action)

@@ -110,7 +110,10 @@ class Held(StrEnum):
 
 
 class Deadline(StrEnum):
-    """The time limit after which a request leaves its state."""
+    """The kind of time limit that a state has; when it has passed, the request leaves the state.
+
+    The values describe the kinds in the generated document.
+    """
 
     REQUEST = "the time limit of the request; its instance ends it, and 2 s later the server"
     RECOVERY = "cluster.recovery_s, or the time limit of the request"

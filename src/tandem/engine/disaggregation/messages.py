@@ -94,7 +94,7 @@ def digest_prompt(request: Request) -> bytes:
 def decode_question(payload: bytes) -> KvQuestion:
     """Decode a question from msgpack.
 
-    Raises: CorruptionError.
+    Raises: CorruptionError (the bytes are not a question).
     """
     try:
         return msgspec.msgpack.decode(payload, type=KvQuestion)
@@ -105,7 +105,7 @@ def decode_question(payload: bytes) -> KvQuestion:
 def decode_answer(payload: bytes) -> KvAnswer:
     """Decode an answer from msgpack.
 
-    Raises: CorruptionError.
+    Raises: CorruptionError (the bytes are not an answer).
     """
     try:
         return msgspec.msgpack.decode(payload, type=KvAnswer)

@@ -71,9 +71,11 @@ class KvPeers:
         """Connect to an instance, again if it was restarted or lost, and check that its KV is
         usable here.
 
-        Raises: UnsupportedError (its KV differs; names the facts); PeerLostError; DeadlineError;
-            PermissionDeniedError (the secrets differ, or its blocks may not be read);
-            NotFoundError.
+        Raises: UnsupportedError (its KV differs; names the facts); PeerLostError (it cannot be
+            reached); DeadlineError (it does not answer in time); PermissionDeniedError (the secrets
+            differ, or its blocks may not be read); NotFoundError (it offers no buffer of a name
+            that ``facts`` has); ConflictError (it has been restarted, so that ``facts`` are of an
+            earlier run).
         """
         check_peer(self._own, facts)
         async with self._lock:

@@ -73,14 +73,17 @@ class PeerPort(Protocol):
             buffers: name of each of its pools, by kind.
             deadline_s: seconds from now.
 
-        Raises: PeerLostError; DeadlineError; PermissionDeniedError; NotFoundError.
+        Raises: PeerLostError (no instance answers at the address); DeadlineError (the time has
+            passed); PermissionDeniedError (the secrets differ); NotFoundError (it has no buffer of
+            a name in ``buffers``).
         """
         ...
 
     async def call(self, pool: RemotePool, payload: bytes, *, deadline_s: float) -> bytes:
         """Send a question to the instance that owns a pool; return its answer.
 
-        Raises: errors of the instance; PeerLostError; DeadlineError.
+        Raises: errors of the instance; PeerLostError (the connection is lost); DeadlineError (the
+            time has passed).
         """
         ...
 
@@ -91,7 +94,7 @@ class PeerPort(Protocol):
 
         When it returns or raises, nothing writes there any more.
 
-        Raises: PeerLostError; DeadlineError.
+        Raises: PeerLostError (the connection is lost); DeadlineError (the time has passed).
         """
         ...
 

@@ -57,7 +57,9 @@ class ReaderService:
         self._thread.close(STOP_TIMEOUT_S)
 
     async def open_peer(self, facts: KvPeer) -> None:
-        """Open an instance for reading, or reopen it; callable from any event loop."""
+        """Open an instance for reading, or reopen it after it was restarted or lost; callable from
+        any event loop.
+        """
         await self._call(self._reader.open_peer(facts))
 
     async def close_peer(self, name: str) -> None:

@@ -22,7 +22,8 @@ class OpenedPool:
         segment: handle of the segment; owned.
         buffers: names of its buffers by kind; those of the KV blocks must be among them.
 
-    Raises: NotFoundError; PeerLostError; DeadlineError.
+    Raises: NotFoundError (the process offers no buffer of a name in ``buffers``); PeerLostError
+        (the connection is lost); DeadlineError (no answer in time).
     """
 
     def __init__(

@@ -112,7 +112,7 @@ class StateReuse:
         """
         return self.num_slots - len(self._free) - len(self._table)
 
-    # ---------------------------------------------------------------- hits
+    # The methods below reuse a snapshot for a request that starts.
 
     def cut(
         self,
@@ -238,7 +238,7 @@ class StateReuse:
         marks = [mark - mark % size for mark in marks]
         state.points = choose_snapshots(match.num_tokens, end, marks, policy.every, policy.min_gain)
 
-    # ---------------------------------------------------------------- lower tiers
+    # The methods below serve lower tiers, which store snapshots and load states.
 
     def count_blocks(self, keys: Sequence[bytes]) -> int:
         """Return the number of leading blocks of a chain (a prompt's blocks in order) up to its
@@ -293,7 +293,7 @@ class StateReuse:
         """Return a state slot to the free list; its content is discarded."""
         self._free.append(slot)
 
-    # ---------------------------------------------------------------- snapshots
+    # The methods below save, keep and drop snapshots.
 
     def limit(self, request: Request, num_tokens: int) -> int:
         """Return how many of its next ``num_tokens`` tokens one chunk of a request's prefill may

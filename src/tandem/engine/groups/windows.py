@@ -106,7 +106,7 @@ class WindowReuse:
         self._filled: list[KeyedBlock] = []
         index.on_unlinked = self._forget
 
-    # ---------------------------------------------------------------- hits
+    # The methods below reuse cached window blocks for a request that starts.
 
     def cut(self, match: PrefixMatch) -> PrefixMatch:
         """Return the longest part of a match (a cached prefix) at whose end the sliding window is
@@ -163,7 +163,7 @@ class WindowReuse:
         self._num_pinned -= len(plan.window_copies)
         plan.window_copies = []
 
-    # ---------------------------------------------------------------- steps
+    # The methods below give a running request its window blocks and take them back.
 
     def limit(self, request: Request, num_tokens: int, running: Sequence[Request]) -> int:
         """Return how many of a request's next ``num_tokens`` tokens can get window blocks.
@@ -246,7 +246,7 @@ class WindowReuse:
             self._release(block_id, self._kept)
         notes.table, notes.marks = NO_WINDOW, ()
 
-    # ---------------------------------------------------------------- lower tiers
+    # The methods below serve lower tiers and other instances, which store, load and read blocks.
 
     def take_filled(self) -> list[KeyedBlock]:
         """Return the full window blocks that were attached to nodes of the prefix index since the
@@ -312,7 +312,7 @@ class WindowReuse:
         self._num_pinned -= 1
         self._release(block_id, self._kept)
 
-    # ---------------------------------------------------------------- checks
+    # The method below checks the whole state, for tests.
 
     def check(
         self,
@@ -346,7 +346,7 @@ class WindowReuse:
         promised = sum(map(self._count_promised, running)) + self._num_pinned
         assert promised <= self.pool.num_blocks, f"{promised} of {self.pool.num_blocks} promised"
 
-    # ---------------------------------------------------------------- blocks
+    # The methods below count, allocate and release single window blocks.
 
     def _find_first(self, position: int) -> int:
         """Return the index of the first block with a token to which the token at ``position``

@@ -207,7 +207,7 @@ class AttachedCluster(ClusterClient):
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    # ---------------------------------------------------------------- the rosters
+    # The methods below keep the instances as the launchers' rosters (lists of instances) say.
 
     async def _keep_synced(self) -> None:
         assert self._starting is not None, "entered before"
@@ -251,7 +251,7 @@ class AttachedCluster(ClusterClient):
         await self._rosters.change(change)
         await self._sync()
 
-    # ---------------------------------------------------------------- instances
+    # The methods below change instances by asking their launcher.
 
     async def set_role(self, name: str, role: InstanceRole) -> None:
         """Ask the launcher to change the role of an instance; it informs all servers."""

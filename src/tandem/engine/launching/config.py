@@ -44,7 +44,7 @@ class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         """Check the launcher's name: up to 64 letters, digits, dots, underscores and hyphens.
 
-        Raises: ConfigError.
+        Raises: ConfigError (the name has other characters, or is empty or too long).
         """
         if _NAME.fullmatch(self.name) is None:
             raise ConfigError(

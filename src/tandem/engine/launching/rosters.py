@@ -207,7 +207,7 @@ class Rosters:
         if self.on_change is not None:
             self.on_change()
 
-    # ---------------------------------------------------------------- addresses
+    # The methods below resolve the launchers' host names again and again.
 
     async def _keep_resolving(self) -> None:
         while True:

@@ -364,7 +364,7 @@ class InstanceApi:
     async def _unload_adapter(self, _: ServerPeer, message: UnloadAdapter) -> Empty:
         """Refuse further requests for an adapter; it is freed when its requests have ended.
 
-        Raises: NotFoundError; UnsupportedError (the instance takes no adapters).
+        Raises: NotFoundError (it is not loaded); UnsupportedError (the instance takes no adapters).
         """
         await asyncio.to_thread(self._require_adapters().unload, message.digest)
         return Empty()

@@ -148,8 +148,8 @@ class InstanceSession:
     async def call(self, method: InstanceMethod[Req, Res], request: Req) -> Res:
         """Call a method of the instance.
 
-        Raises: PeerLostError (the session is lost); DeadlineError; errors of the method's handler
-            in ``InstanceApi``.
+        Raises: PeerLostError (the session is lost); DeadlineError (no answer within the method's
+            time limit); errors of the method's handler in ``InstanceApi``.
         """
         return await self._client.call(
             method.name, request, method.response_type, timeout_s=method.timeout_s

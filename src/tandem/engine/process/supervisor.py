@@ -212,8 +212,8 @@ class InstanceSupervisor:
             try:
                 reason = await self._run_process()
             except (TandemError, OSError) as error:
-                # The process could not be started, for example for lack of memory or of a socket's
-                # folder.
+                # The process could not be started, for example because memory is short or the
+                # folder for its socket is missing.
                 reason = error.what if isinstance(error, TandemError) else str(error)
             if self._was_ready:
                 pause_s, num_failed_starts = RESTART_PAUSE_S, 0

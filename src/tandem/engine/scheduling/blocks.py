@@ -101,7 +101,11 @@ class KeyedBlock(NamedTuple):
 
 
 class BlockMemory(Protocol):
-    """The memory behind a block pool, which the operating system provides piece by piece."""
+    """The memory behind a block pool.
+
+    Addresses for all blocks exist from the start; ``reserve_blocks`` takes physical memory for them
+    from the operating system, piece by piece, before they are first allocated.
+    """
 
     def reserve_blocks(self, num_blocks: int) -> int:
         """Reserve memory for the blocks with ids below ``num_blocks``, or for as many as there is

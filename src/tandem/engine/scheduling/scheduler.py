@@ -111,7 +111,7 @@ class Scheduler:
         self._retry_s = -math.inf
         self._starved_since_s: float | None = None
 
-    # ---------------------------------------------------------------- requests in and out
+    # The members below are for callers that add, end or ask about requests, at any time.
 
     @property
     def block_size(self) -> int:
@@ -302,7 +302,7 @@ class Scheduler:
         """
         return measure_load(self._state)
 
-    # ---------------------------------------------------------------- a step begins
+    # The methods below plan a step.
 
     def schedule(self, now_s: float) -> StepPlan:
         """Plan the next step. Plans that are not empty must be completed, in the order of planning.
@@ -425,7 +425,7 @@ class Scheduler:
         candidates = prefilling + self._state.waiting[:MAX_CANDIDATES]
         return any(request.arrival_s <= arrived_by for request in candidates)
 
-    # ---------------------------------------------------------------- a step ends
+    # The method ``complete`` below ends a step; ``check`` is for tests.
 
     def complete(
         self,

@@ -102,7 +102,7 @@ class SchedulerState:
         """
         self.counters = counters
 
-    # ---------------------------------------------------------------- queues
+    # The methods below move requests between the queues.
 
     def enqueue(self, request: Request) -> None:
         """Put a request into the waiting queue. Preempted requests stand before the others of
@@ -185,7 +185,7 @@ class SchedulerState:
         queue.num_tokens_in_flight += num_tokens
         queue.num_samples_in_flight += wants_sample
 
-    # ---------------------------------------------------------------- blocks
+    # The methods below count and allocate blocks.
 
     def count_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks that ``num_tokens`` tokens occupy."""
@@ -245,7 +245,7 @@ class SchedulerState:
         )
         return self.loads.num_pinned + self.holds.num_pinned + to_come
 
-    # ---------------------------------------------------------------- checks
+    # The method below checks the whole state, for tests.
 
     def check(self) -> None:
         """Assert that every reference to a block is owned by a request, a load, a hold (blocks kept

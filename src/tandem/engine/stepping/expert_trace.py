@@ -100,7 +100,8 @@ def open_trace(path: Path) -> tuple[TraceHeader, Iterator[TraceRecord]]:
 
     A record that is cut off is taken as the end of the trace, because its writer was killed.
 
-    Raises: NotFoundError; CorruptionError, also while records are read.
+    Raises: NotFoundError (the file cannot be opened); CorruptionError (it is not such a trace; also
+        while records are read).
     """
     try:
         with path.open("rb") as file:

@@ -59,7 +59,7 @@ class Runner(Protocol):
     def finish(self, handle: StepHandle) -> StepResult:
         """Wait for a step; return a result for each of its sequences, in their order.
 
-        Raises: the error that ended the step; LostBlocksError where blocks could not be read.
+        Raises: the error that ended the step; LostBlocksError (blocks could not be read).
         """
         ...
 

@@ -233,7 +233,7 @@ class StoreTier:
         """Set the receiver of loads' results; call it before the first ``begin``."""
         self._sink = sink
 
-    # ---------------------------------------------------------------- asked by an arriving request
+    # The methods below are called for a request that arrives, on the event loop.
 
     async def count_stored(self, keys: Sequence[bytes]) -> int | None:
         """Return how many leading blocks of a chain (a prompt's blocks in order) the store has;
@@ -297,7 +297,7 @@ class StoreTier:
         except TandemError as error:
             logger.debug("event=kv_pin_failed error=%s", error)
 
-    # ---------------------------------------------------------------- told by the engine's thread
+    # The members below are for the engine's thread.
 
     @property
     def sources(self) -> frozenset[type[KvSource]]:
@@ -348,7 +348,7 @@ class StoreTier:
     def _give_back(self, staged: _Staged) -> None:
         self._areas[staged.group].staging.give_back(staged.slot)
 
-    # ---------------------------------------------------------------- on the loop
+    # The methods below run on the event loop, and load and store blocks there.
 
     def _take(
         self,
@@ -568,7 +568,7 @@ class StoreTier:
             # Another instance has stored the block without a pin in the meantime, so pin it now.
             await self._pin_stored(there, pin_s)
 
-    # ---------------------------------------------------------------- the whole tier
+    # The methods below concern the whole tier: its flush, its test and its end.
 
     async def flush(self) -> int:
         """Remove all blocks with this tier's KV identity from the store; return their number.

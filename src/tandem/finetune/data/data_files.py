@@ -34,8 +34,8 @@ class NotARow:
 def read_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line, row) of a json, jsonl, csv or parquet file, or a ``NotARow``.
 
-    Raises: NotFoundError; CorruptionError (the file as a whole does not parse); UnsupportedError
-        (another kind of file).
+    Raises: NotFoundError (the file cannot be read); CorruptionError (the file as a whole does not
+        parse); UnsupportedError (another kind of file).
     """
     readers = {
         ".json": _read_json,

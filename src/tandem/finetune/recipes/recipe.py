@@ -287,7 +287,7 @@ def _check_values(keys: msgspec.Struct) -> None:
     """Refuse values that the fields' bounds allow: infinite numbers, and text that UTF-8 cannot
     encode.
 
-    Raises: ConfigError.
+    Raises: ConfigError (there is one; ``field`` names its key).
     """
     for key, value in msgspec.structs.asdict(keys).items():
         if isinstance(value, float) and math.isinf(value):
@@ -300,7 +300,10 @@ def _check_values(keys: msgspec.Struct) -> None:
 
 
 def _check_texts(recipe: Recipe) -> None:
-    """Refuse keys that have no meaning for plain texts (stage pt). Raises: ConfigError."""
+    """Refuse keys that have no meaning for plain texts (stage pt).
+
+    Raises: ConfigError (one is set; ``field`` names it).
+    """
     data = recipe.data
     for key, is_set in (
         ("template", data.template is not None),
@@ -313,9 +316,11 @@ def _check_texts(recipe: Recipe) -> None:
 
 
 def _check_preferences(recipe: Recipe) -> Recipe:
-    """Refuse keys that have no meaning for pairs of answers (stage dpo). Raises: ConfigError.
+    """Refuse keys that have no meaning for pairs of answers (stage dpo).
 
     Returns: the recipe, with notes about keys that have no effect on pairs.
+
+    Raises: ConfigError (one is set; ``field`` names it).
     """
     for key, why in (
         ("packing", "rows of pairs are not packed"),

@@ -254,7 +254,7 @@ def _read_rule(path: Path, out: dict[str, Any], notes: list[str]) -> None:
 
     A note lists the devices that the file names and that are not used: all layers run on the CPU.
 
-    Raises: NotFoundError; ConfigError (the file is not a list of rules).
+    Raises: NotFoundError (the file cannot be read); ConfigError (the file is not a list of rules).
     """
     key = "kt_optimize_rule"
     try:

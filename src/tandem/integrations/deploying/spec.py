@@ -100,7 +100,7 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         """Refuse a description that no process could follow.
 
-        Raises: ConfigError.
+        Raises: ConfigError (it is such a description; ``field`` names what to change).
         """
         names = [group.name for group in self.groups]
         if len(set(names)) < len(names):

@@ -236,8 +236,8 @@ class PackedExperts:
         """Set the biases of one expert, copied from any floating dtype; call it before any
         ``forward``.
 
-        Raises: ShapeError; NotFoundError (expert); ConflictError (the experts were made without
-            biases).
+        Raises: ShapeError (a bias of another size); NotFoundError (no such expert); ConflictError
+            (the experts were made without biases).
         """
         views = [tensor.detach().float().contiguous() for tensor in (gate_F, up_F, down_D)]
         self._bank.set_bias(expert_id, *views)
@@ -357,7 +357,8 @@ class PackedExperts:
                 intermediate, to which its router weight has been applied.
             d_gate_up_PC: of ``inner_dtype``; the gradients of gate and up are written to it.
 
-        Raises: ShapeError; CapacityError.
+        Raises: ShapeError (a tensor of another shape or dtype, or an expert id out of range;
+            ``d_gate_up_PC`` is then untouched); CapacityError (no memory for scratch).
         Cost: three products with weights that are transposed piece by piece, and, if gate and up
             are computed again, their product as in ``forward``; scratch memory for 2 F items of
             ``inner_dtype`` for each pair, 4 F without ``kept_PC``. A row's result does not depend

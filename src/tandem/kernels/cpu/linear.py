@@ -166,7 +166,7 @@ class PackedLinear:
     def set_bias(self, bias_N: Tensor) -> None:
         """Set the bias, copied from any floating dtype; call it before any ``forward``.
 
-        Raises: ShapeError.
+        Raises: ShapeError (its size is not the number of outputs).
         """
         self._matrix.set_bias(bias_N.detach().float().contiguous())
 
@@ -250,7 +250,8 @@ class PackedLinear:
             d_out_TN: float32 or bfloat16, CPU, contiguous.
             out_TK: float32, to which the result is added; None = a new tensor.
 
-        Raises: ShapeError; CapacityError.
+        Raises: ShapeError (a tensor of another shape or dtype); CapacityError (no memory for
+            scratch).
         """
         if out_TK is None:
             out_TK = torch.empty(len(d_out_TN), self.in_features)
@@ -312,7 +313,8 @@ class PackedLinear:
 
         T and H may have any strides. A share is M outputs in whole panels of ``PANEL_COLUMNS``.
 
-        Raises: ShapeError.
+        Raises: ShapeError (a tensor of another shape or dtype, or outputs that the heads cannot
+            share equally in whole panels).
         """
         self._matrix.forward_heads(self._pool, x_THK.view, out_THM.view)
 

@@ -215,8 +215,8 @@ class CpuStep:
         self._pending = out_TD
 
     def complete_(self, x_TD: Tensor) -> None:
-        """Add the sum that the last layer left to be added to the residual stream; call it after
-        the last layer.
+        """Add to the residual stream what the last layer left for the next norm (see
+        ``leave_sum_``), if anything; call it after the last layer.
         """
         if self._pending is not None:
             x_TD += self._pending.tensor
@@ -707,8 +707,8 @@ class CpuStep:
         if carried is not None:
             out.tensor.add_(carried)
         if late is not None:
-            # Two buffers alternate by layer: the next layer reads this layer's deferred sum from
-            # one while it fills the other.
+            # Two buffers alternate by layer, so that this layer's deferred sum is not written over
+            # the previous layer's.
             name = f"experts_late_{routing.layer_idx % 2}"
             kept = self._buffer(name, experts.hidden_size, torch.float32)
             experts.run(x_TD, Buffer(late), held, kept)

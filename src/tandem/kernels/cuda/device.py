@@ -241,7 +241,7 @@ class CudaDevice:
         return free_bytes
 
     def allocate(self, size_bytes: int) -> Tensor:
-        """Return zeroed GPU memory. Raises: CapacityError."""
+        """Return zeroed GPU memory. Raises: CapacityError (the GPU has too little free memory)."""
         try:
             return torch.zeros(size_bytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:

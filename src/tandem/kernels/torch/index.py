@@ -72,7 +72,7 @@ def choose_tokens(
             scores = torch.matmul(weights_TH[rows, None], products)[:, 0]
             hidden = positions > batch.positions[rows, None]
             scores = scores.masked_fill_(hidden, float("-inf"))
-            # The sort is stable, so that tokens of equal score stay in order of position.
+            # The sort is stable, so that among equal scores the lowest position is chosen.
             order = torch.sort(scores, dim=-1, descending=True, stable=True).indices
             chosen[rows] = order[:, :top].sort(dim=-1).values
     return chosen

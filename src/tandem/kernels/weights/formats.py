@@ -238,7 +238,7 @@ def find_format(name: str) -> WeightFormat:
 
     A name such as ``q4k+q6k`` is a pair for experts: the second format holds the down projections.
 
-    Raises: NotFoundError.
+    Raises: NotFoundError (there is no such format; the text lists those that there are).
     """
     first, plus, second = name.partition("+")
     if plus:

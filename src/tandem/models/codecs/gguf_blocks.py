@@ -224,7 +224,7 @@ BLOCK_TYPES = {
 def find_block_type(name: str) -> BlockType:
     """Return a block type that can be decoded.
 
-    Raises: UnsupportedError.
+    Raises: UnsupportedError (blocks of this type are not decoded here).
     """
     if name not in BLOCK_TYPES:
         known = ", ".join((*FLOAT_TYPES, *BLOCK_TYPES))

@@ -30,7 +30,9 @@ class Encoder(Protocol):
     """Quantization of matrices [N, K] for a checkpoint file in one format."""
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a matrix can be quantized. Raises: UnsupportedError."""
+        """Check that a matrix can be quantized. Raises: UnsupportedError (its shape does not allow
+        it).
+        """
         ...
 
     def list_tensors(self, shape: tuple[int, ...]) -> Tensors:
@@ -151,7 +153,7 @@ class IntegerEncoder:
         self._per_word = 32 // weight_format.bits
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that the inputs are whole groups. Raises: UnsupportedError."""
+        """Check that the inputs are whole groups. Raises: UnsupportedError (they are not)."""
         size = self._format.group_size
         if size and shape[1] % size:
             raise UnsupportedError(

@@ -148,7 +148,7 @@ def _restore_floats(value: Any) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a small file.
 
-    Raises: NotFoundError, CorruptionError.
+    Raises: NotFoundError (no such file); CorruptionError (it is too large, or not a JSON object).
     """
     where = "models.read_config"
     if not path.is_file():

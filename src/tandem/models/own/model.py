@@ -85,8 +85,9 @@ class OwnModel:
         )
 
     def enable_adapters(self, max_adapters: int) -> NoReturn:
-        """Refuse LoRA adapters, which transformers' own modules do not take here. Raises:
-        UnsupportedError.
+        """Refuse LoRA adapters, which transformers' own modules do not take here.
+
+        Raises: UnsupportedError (always).
         """
         del max_adapters
         what = f"{self.spec.model_type} runs by transformers' own modules, which take no adapters"

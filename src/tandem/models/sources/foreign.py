@@ -15,7 +15,7 @@ KT_FILES = ("*.kt", "_layer_*/_numa_*/*.kt")
 def refuse_foreign_files(folder: Path) -> None:
     """Check that a folder has no files of packed experts from KTransformers.
 
-    Raises: UnsupportedError.
+    Raises: UnsupportedError (it has one; the text names it).
     """
     for pattern in KT_FILES:
         found = next(folder.glob(pattern), None)
@@ -26,7 +26,7 @@ def refuse_foreign_files(folder: Path) -> None:
 def refuse_foreign_tensors(folder: Path, names: Iterable[str]) -> None:
     """Check that none of a folder's tensors holds experts packed by KTransformers.
 
-    Raises: UnsupportedError.
+    Raises: UnsupportedError (one does; the text names it).
     """
     for name in names:
         if KT_TENSOR.match(name):

@@ -393,7 +393,11 @@ def _refuse_shape(name: str, parts: list[_Stored], out: Tensor) -> ShapeError:
 
 
 def _require_equal(name: str, parts: list[_Stored]) -> None:
-    """Refuse gate and up of different sizes, even if their sum is right. Raises: ShapeError."""
+    """Check that parts of a tensor, such as gate and up, have equal shapes, even if their sum is
+    right.
+
+    Raises: ShapeError (they differ).
+    """
     if len({part.shape for part in parts}) > 1:
         stored = " and ".join(str(list(part.shape)) for part in parts)
         what = f"tensor {name!r} is made of {stored}: they should be alike"

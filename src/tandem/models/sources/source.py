@@ -94,7 +94,7 @@ class StoredTensors(Protocol):
             dtypes: accepted stored dtypes, with torch's dtype for each.
             shape: required shape; None: any.
 
-        Raises: NotFoundError; ShapeError (another shape or dtype).
+        Raises: NotFoundError (no such tensor); ShapeError (another shape or dtype).
         """
         ...
 

@@ -48,7 +48,8 @@ class ModelNames:
     def check_adapter_name(self, name: str) -> None:
         """Check that a name for an adapter is a word and does not mean the model itself.
 
-        Raises: ConfigError; ConflictError.
+        Raises: ConfigError (it is not a word of allowed characters); ConflictError (it names the
+            model).
         """
         where, field = "server.name_adapter", "lora_name"
         if _ADAPTER_NAME.fullmatch(name) is None:

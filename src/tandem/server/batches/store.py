@@ -128,7 +128,10 @@ class BatchStore:
             self._num_bytes += num_bytes
 
     def find_file(self, owner: str, file_id: str) -> FileObject:
-        """Return the record of a file that belongs to a key. Raises: NotFoundError."""
+        """Return the record of a file that belongs to a key.
+
+        Raises: NotFoundError (the key has no such file).
+        """
         with self._lock:
             kept = self._files.get(file_id)
             if kept is None or kept.owner != owner:
@@ -143,7 +146,7 @@ class BatchStore:
         return sorted(found, key=lambda file: (-file.created_at, file.id))
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Delete a file that belongs to a key. Raises: NotFoundError."""
+        """Delete a file that belongs to a key. Raises: NotFoundError (the key has no such file)."""
         with self._lock:
             file = self.find_file(owner, file_id)
             del self._files[file_id]
@@ -211,7 +214,10 @@ class BatchStore:
             self._batches[kept.batch.id] = kept
 
     def find_batch(self, owner: str, batch_id: str) -> KeptBatch:
-        """Return a batch that belongs to a key. Raises: NotFoundError."""
+        """Return a batch that belongs to a key.
+
+        Raises: NotFoundError (the key has no such batch).
+        """
         with self._lock:
             kept = self._batches.get(batch_id)
             if kept is None or kept.owner != owner:

@@ -46,7 +46,10 @@ class SleepingEngine(EngineClient, Protocol):
         ...
 
     async def wake(self) -> InstanceInfo:
-        """Start the processes; return when they serve. Raises PeerLostError."""
+        """Start the processes; return when they serve.
+
+        Raises: PeerLostError (one cannot serve at all).
+        """
         ...
 
 
@@ -117,7 +120,7 @@ class ModelHub:
         return partial(self.use, name)
 
     def find(self, name: str) -> HostedModel:
-        """Return a model by its name. Raises NotFoundError."""
+        """Return a model by its name. Raises: NotFoundError (there is none of this name)."""
         model = self.models.get(name)
         if model is None:
             what = f"there is no model {name[:100]!r}: {', '.join(self.models)}"
@@ -143,8 +146,8 @@ class ModelHub:
     async def wake(self, name: str) -> None:
         """Wake a model, or load it for the first time; return when it serves.
 
-        Raises: NotFoundError; ConfigError (there is no room for it); PeerLostError (it cannot
-            serve; says why).
+        Raises: NotFoundError (no model of this name); ConfigError (there is no room for it);
+            PeerLostError (it cannot serve; says why).
         """
         self.find(name)
         task = self._wakes.get(name)

@@ -82,7 +82,7 @@ def _read_known() -> dict[str, Generator]:
 def find_generator(name: str) -> Generator:
     """Return the built-in load of this name.
 
-    Raises: NotFoundError.
+    Raises: NotFoundError (no load of this name).
     """
     known = _read_known()
     if name not in known:

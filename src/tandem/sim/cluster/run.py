@@ -94,8 +94,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 def make_setups(scenario: Scenario) -> list[InstanceSetup]:
     """Return the parts and settings of each instance of a scenario.
 
-    Raises: NotFoundError (unknown machine or model); ConfigError; CapacityError (weights do not
-        fit).
+    Raises: NotFoundError (unknown machine or model); ConfigError (a group of instances is not fully
+        or not validly described, or the instances do not go together); CapacityError (weights do
+        not fit).
     """
     setups: list[InstanceSetup] = []
     bus = 1e11 if scenario.store is None else scenario.store.bus_gb_per_s * 1e9

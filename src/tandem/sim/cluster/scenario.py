@@ -79,7 +79,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Check that this group of instances has what its speed follows from: a machine and a
         model, or a calibration. Called late, since a command may add a calibration.
 
-        Raises: ConfigError.
+        Raises: ConfigError (it has neither, or a calibration without ``kv_tokens``).
         """
         if self.calibration is None and not (self.hardware and self.model):
             what = "a group of instances has hardware and model, or a calibration"
@@ -172,7 +172,8 @@ def parse_scenario(text: str, where: str) -> Scenario:
 def read_scenario(path: Path) -> Scenario:
     """Read a scenario from a file; the path of its trace is relative to the file.
 
-    Raises: NotFoundError; ConfigError (names the field).
+    Raises: NotFoundError (the file cannot be read); ConfigError (it is not a valid scenario; names
+        the field).
     """
     try:
         text = path.read_text("utf-8")
@@ -229,7 +230,7 @@ def _set(node: Any, keys: list[str], value: Any, path: str) -> None:
 def parse_changes(words: Iterable[str]) -> dict[str, Any]:
     """Parse ``PATH=VALUE`` words, values as YAML; return values by path.
 
-    Raises: ConfigError.
+    Raises: ConfigError (a word is not of this form).
     """
     changes: dict[str, Any] = {}
     for word in words:

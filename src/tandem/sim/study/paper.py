@@ -195,7 +195,7 @@ NAMES = (
 def list_tables(names: Sequence[str] = ()) -> dict[str, PaperTable]:
     """Return tables of the Mooncake paper by name; without names, all.
 
-    Raises: NotFoundError.
+    Raises: NotFoundError (no table of one of the names).
     """
     for name in names:
         if name not in NAMES:

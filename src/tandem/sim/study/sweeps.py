@@ -43,7 +43,7 @@ def list_points(scenario: Scenario, axes: Sequence[str]) -> list[SweepPoint]:
        scenario: the scenario to change.
        axes: ``PATH=V1,V2,...`` words; all combinations are run.
 
-    Raises: ConfigError.
+    Raises: ConfigError (a word is not of this form, or a value is not valid in the scenario).
     """
     columns: list[list[tuple[str, Any]]] = []
     for axis in axes:

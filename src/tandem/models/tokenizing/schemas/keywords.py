@@ -104,7 +104,10 @@ class Schema:
         return value
 
     def count(self, keyword: str) -> int:
-        """Return a keyword's value as a count; 2.0 is accepted as 2. Raises: RefusedError."""
+        """Return a keyword's value as a count; 2.0 is accepted as 2.
+
+        Raises: RefusedError (it is not a whole number of 0 or more).
+        """
         value = self.get(keyword, (int, float))
         if value < 0 or value != int(value):
             raise RefusedError(keyword, "it counts, and is no such number")

@@ -109,8 +109,10 @@ class Solver:
         """Return a formula's alternatives, the sets of constraints of which a value satisfies one;
         cached.
 
-        ``tracks``: True if they record which items and properties they evaluate. Raises:
-        RefusedError.
+        ``tracks``: True if they record which items and properties they evaluate.
+
+        Raises: RefusedError (a keyword cannot be expressed, or a schema refers to itself at one
+            place).
         """
         key = (formula, tracks)
         if key not in self._known:
