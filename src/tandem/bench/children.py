@@ -21,7 +21,8 @@ PROGRAM = """
 import ctypes, os, sys
 PR_SET_PDEATHSIG = 1
 parent, number = int(sys.argv[1]), int(sys.argv[2])
-# A parent that has ended meanwhile is not noticed any more.
+# The kernel sends no signal for a parent that ended before this call. This process then has
+# another parent already, so it ends itself.
 if ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) or os.getppid() != parent:
     os._exit(1)
 os.execvp(sys.argv[3], sys.argv[3:])

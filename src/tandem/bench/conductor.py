@@ -87,8 +87,8 @@ class _Asked:
         self._number = 0
 
     def check(self) -> str:
-        """Return ok if decisions name instances, and policies that know prefixes name one that has
-        the prefix cached.
+        """Let the conductor decide once; return ``ok`` if the decision names an instance which, for
+        a policy that knows prefixes, has the prompt's prefix cached, else what is wrong.
         """
         decision = self._get().place(PLACE, self._ask())
         chosen = decision.chosen

@@ -20,8 +20,9 @@ MIB = 1 << 20
 
 
 class OwnMemory(NamedTuple):
-    """The memory for cache objects (transformers' KV caches, for a model without operators of
-    ours): blocks count running requests' tokens, state slots hold the objects.
+    """The memory of a model that runs by transformers' own modules: each state slot holds one
+    cache object (a transformers KV cache); KV blocks hold no data and only count the tokens of
+    running requests.
     """
 
     layout: GqaLayout

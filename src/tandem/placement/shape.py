@@ -152,7 +152,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(layer for layer in self.layers if layer.num_experts)
 
     def with_top_k(self, top_k: int) -> "ModelShape":
-        """Return the same model with fewer experts per token."""
+        """Return the same model with at most ``top_k`` experts per token."""
         layers = tuple(
             msgspec.structs.replace(layer, top_k=min(top_k, layer.top_k)) for layer in self.layers
         )

@@ -129,7 +129,8 @@ class RowFile:
         if not batch:
             return []
         if self._pending:
-            # A read of the batch before was given up, and may still write to the staging memory.
+            # A read of an earlier batch was given up, and may still write to the staging memory:
+            # read nothing into it, and return all rows of this batch as failed.
             return [np.arange(batch[0][0], batch[-1][1])]
         reader, size = self._reader, self._row_bytes
         reads: list[int | None] = []

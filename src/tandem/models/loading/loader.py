@@ -273,7 +273,9 @@ class CausalModel:
 
     @property
     def hosted(self) -> list[HostedExperts]:
-        """Routed experts on the host of a model on another device, in the order of their layers."""
+        """The routed experts, one module a layer in order, that lie in the host's memory while the
+        model is on another device; empty if there are none.
+        """
         return [m for m in self.skeleton.modules() if isinstance(m, HostedExperts)]
 
     def enable_stream(

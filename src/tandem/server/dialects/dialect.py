@@ -116,8 +116,8 @@ class Dialect(Generic[R]):
         return await self.run(context, http, task, origin)
 
     async def prepare(self, context: ServerContext, http: Request) -> tuple[Task, Origin]:
-        """Read a request and return its task (the generations to run), with where it came from;
-        nothing runs yet.
+        """Read a request and return its task (the generations to run) and its origin (time of
+        arrival, digest of its API key, headers); nothing runs yet.
         """
         http.state.write_error = self.write_error
         origin = context.note_arrival(http)
