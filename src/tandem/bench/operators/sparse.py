@@ -65,7 +65,7 @@ QUICK_SHORT, QUICK_LONG = 512, (2048,)
 FILE_CONTEXT, QUICK_FILE_CONTEXT = 65_536, 2048
 TIMEOUT_MS = 30_000
 MEMORY_FRACTION = 0.125
-"""Of the latents of a context that lie in a file: those for which there is memory."""
+"""Fraction of a context's latents for which there is memory, if latents lie in a file."""
 
 
 def make_cases(*, quick: bool) -> Iterator[BenchCase]:

@@ -61,8 +61,8 @@ def convert(
     from tandem.models.loading.hub import resolve_folder
 
     # These options of kt-kernel's converter have no effect here: types, devices and threads are
-    # chosen automatically, layouts fit any number of NUMA nodes, files are never merged, and finished
-    # ones are not made again.
+    # chosen automatically, layouts fit any number of NUMA nodes, files are never merged, and
+    # finished ones are not made again.
     del input_type, cpuinfer_threads, threadpool_count, resume_layer, no_merge_safetensor, gpu
     if input_path:
         if model or weight_format or to:

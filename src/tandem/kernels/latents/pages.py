@@ -1,4 +1,4 @@
-"""How many rows lie in a page of the disk, and how long a file of rows is."""
+"""Layout of a file of rows: the number of rows in a page of the disk, and the file's length."""
 
 __all__ = ["PAGE_BYTES", "count_file_bytes", "count_padded_bytes", "count_page_rows"]
 
