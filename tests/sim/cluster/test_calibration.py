@@ -101,6 +101,10 @@ def test_costs_of_alike_instances_are_averaged_by_their_steps():
 def test_what_no_live_instance_tells_of_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="64 steps"):
         learn_instances(list_status(num_steps=63), INFO)
+    # A pair whose prefill instance has learnt too little is not a decode instance alone.
+    pair = [*list_status(63, ("prefill",)), *list_status(200, ("decode",))]
+    with pytest.raises(ConfigError, match="no prefill instance has computed 64 steps"):
+        learn_instances(pair, INFO)
     found = learn_instances(list_status(), INFO)
     with pytest.raises(ConfigError, match="no prefill instance, but unified"):
         calibrate_scenario(make("instances: [{role: prefill}]"), found)

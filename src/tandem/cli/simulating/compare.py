@@ -28,6 +28,10 @@ LOADS = (0.3, 0.5, 0.75)
 """Request rates at which each setup is compared, as shares of the setup's capacity."""
 FITTED_LOAD = 0.5
 LEARNING_REQUESTS, LEARNING_AT_ONCE = 24, 6
+MAX_LEARNING_LOADS = 12
+"""Most loads that are sent until the costs of every instance's steps are learnt: an instance that
+only prefills has about as many steps as requests.
+"""
 MIN_REQUESTS, MAX_REQUESTS = 24, 600
 KV_BLOCKS = 256
 STORE_MEMORY = "256MiB"
@@ -178,7 +182,7 @@ def _compare_setup(
     setup: str, model: str, flags: list[str], seconds: float, *, has_store: bool
 ) -> "list[ErrorRow]":
     from tandem.cli.asking.local_server import connect
-    from tandem.sim.cluster.calibration import learn_instances
+    from tandem.sim.cluster.calibration import has_learnt, learn_instances
     from tandem.sim.study.live import (
         BLOCK_SIZE,
         compare_figures,
@@ -206,8 +210,11 @@ def _compare_setup(
         key = client.headers.get("authorization", "").removeprefix("Bearer ")
         live = _Live(client, key)
         seeds = _count_seeds()
-        rows = draw_rows(LEARNING_REQUESTS, seed := next(seeds))
-        live.serve(rows, seed, None, LEARNING_AT_ONCE)
+        for _ in range(MAX_LEARNING_LOADS):
+            rows = draw_rows(LEARNING_REQUESTS, seed := next(seeds))
+            live.serve(rows, seed, None, LEARNING_AT_ONCE)
+            if all(has_learnt(each) for each in live.tell().instances):
+                break
         capacity = find_capacity(describe(live), rows)
         rate = FITTED_LOAD * capacity
         rows = draw_rows(_count(rate, seconds), seed := next(seeds))

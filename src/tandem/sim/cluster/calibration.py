@@ -23,6 +23,7 @@ __all__ = [
     "CalibrationFile",
     "LearntInstance",
     "calibrate_scenario",
+    "has_learnt",
     "learn_instances",
     "read_calibration",
     "write_calibration",
@@ -56,6 +57,12 @@ class CalibrationFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     instances: Annotated[tuple[LearntInstance, ...], Meta(min_length=1)]
 
 
+def has_learnt(instance: InstanceStatus) -> bool:
+    """Return True if the costs of an instance's steps are learnt from enough of them."""
+    costs = instance.step_costs
+    return costs is not None and costs.num_steps >= MIN_STEPS
+
+
 def learn_instances(instances: Sequence[InstanceStatus], info: InstanceInfo) -> CalibrationFile:
     """Return the calibration of a server from its status.
 
@@ -63,12 +70,12 @@ def learn_instances(instances: Sequence[InstanceStatus], info: InstanceInfo) -> 
        instances: the server's list of instances.
        info: model and settings, which are the same for all instances of a server.
 
-    Raises: ConfigError (no instance has run enough steps).
+    Raises: ConfigError (no instance, or none of a role, has run enough steps).
     """
     learnt: list[LearntInstance] = []
     for each in instances:
         costs = each.step_costs
-        if costs is None or costs.num_steps < MIN_STEPS:
+        if costs is None or not has_learnt(each):
             continue
         fields = {
             name: getattr(costs, name) for name in costs.__struct_fields__ if name != "num_steps"
@@ -86,8 +93,11 @@ def learn_instances(instances: Sequence[InstanceStatus], info: InstanceInfo) -> 
                 max_model_len=info.max_model_len,
             )
         )
-    if not learnt:
-        what = f"no instance has computed {MIN_STEPS} steps: send it a load first"
+    # Without one of its roles a server is another one: a decode instance alone serves nothing.
+    missing = {each.role for each in instances} - {each.role for each in learnt}
+    if missing or not learnt:
+        role = f"{min(missing)} instance" if missing and learnt else "instance"
+        what = f"no {role} has computed {MIN_STEPS} steps: send the server a load first"
         raise ConfigError("sim.calibrate", what)
     return CalibrationFile(model=info.model, instances=tuple(learnt))
 
