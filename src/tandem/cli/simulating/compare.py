@@ -210,9 +210,9 @@ def _compare_setup(
         key = client.headers.get("authorization", "").removeprefix("Bearer ")
         live = _Live(client, key)
         seeds = _count_seeds()
+        rows = draw_rows(LEARNING_REQUESTS, next(seeds))
         for _ in range(MAX_LEARNING_LOADS):
-            rows = draw_rows(LEARNING_REQUESTS, seed := next(seeds))
-            live.serve(rows, seed, None, LEARNING_AT_ONCE)
+            live.serve(rows, next(seeds), None, LEARNING_AT_ONCE)
             if all(has_learnt(each) for each in live.tell().instances):
                 break
         capacity = find_capacity(describe(live), rows)
