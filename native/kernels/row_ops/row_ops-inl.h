@@ -275,7 +275,7 @@ inline void weigh(const RouterTask& task, RouterRow& row, float total, const int
   const bool is_normalised =
       task.scoring == Scoring::kSoftmaxNormalised || task.scoring == Scoring::kSigmoidNormalised;
   if (is_normalised) {
-    // As in DeepSeek-V3, a small start value keeps a sum of zeros from being a divisor.
+    // The sum begins at a small value, as in DeepSeek-V3, so that a sum of zeros is no divisor.
     total = is_softmax ? 0.0f : 1e-20f;
     for (size_t i = 0; i < task.top_k; ++i) total += row.scores[ids[i]];
   } else if (!is_softmax) {

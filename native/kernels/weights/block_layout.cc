@@ -163,7 +163,7 @@ void write_codes(const WeightFormat& format, const uint8_t* codes, size_t column
   if (!format.is_float) return place_int_codes(format.bits, codes, size, column, to);
   to += column * 4;
   for (size_t k = 0; k < size; k += 8, to += kPieceBytes) {
-    // Of eight codes the even ones are stored in the lower half: 0 2, 4 6, 1 3, 5 7.
+    // The lower half stores the even ones of eight codes: 0 2, 4 6, 1 3, 5 7.
     const uint8_t* c = codes + k;
     const uint32_t packed = uint32_t{c[0]} | uint32_t{c[2]} << 4 | uint32_t{c[4]} << 8 |
                             uint32_t{c[6]} << 12 | uint32_t{c[1]} << 16 | uint32_t{c[3]} << 20 |

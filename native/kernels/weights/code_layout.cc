@@ -56,7 +56,7 @@ void place_codes(const WeightFormat& format, const uint8_t* codes, size_t count,
                  uint8_t* out) {
   if (!format.is_float) return place_int_codes(format.bits, codes, count, column, out);
   if (format.bits == 4) {
-    // Of eight codes the even ones are stored in the lower half.
+    // The lower half stores the even ones of eight codes.
     uint8_t* at = out + column * 4;
     for (size_t k = 0; k < count; k += 8, at += kStepBytes) {
       const uint8_t* c = codes + k;

@@ -56,8 +56,8 @@ class Lane(NamedTuple):
 
 
 class _NoStep:
-    """A placeholder for the step, or the experts, that a call of the simulated device takes but
-    never runs.
+    """The argument for a step, or for experts, of calls to the simulated device: it adds their time
+    to its clock and runs neither.
     """
 
     def __getattr__(self, name: str) -> object:
