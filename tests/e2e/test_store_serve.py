@@ -46,7 +46,7 @@ def kill_instance(server):
     os.kill(server.instance_pid(), signal.SIGKILL)
 
 
-def test_a_prefix_hits_after_the_instance_and_after_the_store_were_killed(serve_demo):
+def test_a_prefix_hits_after_the_store_and_the_instance_were_killed(serve_demo):
     with serve_demo("--store.memory", "128MiB", "--tiers.prefetch", "wait") as server:
         text, cached = ask(server)
         assert cached == 0
@@ -56,10 +56,6 @@ def test_a_prefix_hits_after_the_instance_and_after_the_store_were_killed(serve_
         server.wait_until(lambda: read_fill(server)["num_objects"] * BLOCK >= stored, 60)
         told = read_fill(server)
         assert 0 < told["used_bytes"] < told["capacity_bytes"] <= 128 << 20
-        kill_instance(server)
-        again, cached = ask(server)
-        assert again == text
-        assert cached >= stored
         store = find_store(server)
         os.kill(store, signal.SIGKILL)
         server.wait_until(lambda: find_store(server) not in (store, None), 60)
