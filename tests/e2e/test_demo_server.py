@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import typing
+from pathlib import Path
 
 import httpx
 import ollama
@@ -317,6 +318,14 @@ def test_metrics_have_the_known_names(idle_after):
 def test_health_and_ready(idle_after):
     assert idle_after.client.get("/health").status_code == 200
     assert idle_after.client.get("/ready").status_code == 200
+
+
+def test_an_instance_imports_nothing_for_training_alone(server):
+    """transformers would, where it is installed: a tenth of a start and of what it maps."""
+    maps = Path(f"/proc/{server.instance_pid()}/maps").read_text()
+    assert "/torch/" in maps
+    assert "/scipy/" not in maps
+    assert "/sklearn/" not in maps
 
 
 def test_decoding_is_not_held_up_by_a_long_prompt(idle_after):

@@ -6,8 +6,11 @@ transformers avoids it. So an instance's process imports these libraries at once
 still imports its own.
 """
 
+import contextlib
 import gc
 import importlib
+import sys
+from collections.abc import Iterator
 
 __all__ = ["import_libraries"]
 
@@ -24,6 +27,12 @@ LIBRARIES = (
 """Libraries that an engine imports for any model and settings."""
 
 
+OPTIONAL = ("accelerate", "scipy", "sklearn")
+"""Packages that transformers imports with its first model where they are installed, as fine-tuning
+installs them. Serving uses none of them.
+"""
+
+
 def import_libraries() -> None:
     """Import the libraries that every model needs. Idempotent.
 
@@ -31,7 +40,21 @@ def import_libraries() -> None:
     never freed. Afterwards these objects are exempt from collection.
     """
     gc.disable()
-    for name in LIBRARIES:
-        importlib.import_module(name)
+    with _hide(OPTIONAL):
+        for name in LIBRARIES:
+            importlib.import_module(name)
     gc.freeze()
     gc.enable()
+
+
+@contextlib.contextmanager
+def _hide(names: tuple[str, ...]) -> Iterator[None]:
+    """Make packages that are not imported yet look as if they were not installed."""
+    hidden = [name for name in names if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
