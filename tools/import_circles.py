@@ -6,6 +6,7 @@ itself, whose ``__init__`` has begun by then.
 """
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,10 +35,25 @@ def find_statements(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFro
                 yield from find_statements(handler.body)
 
 
+DEFINITION = re.compile(r"^(?:@|def |async def |class )", re.MULTILINE)
+IMPORT = re.compile(r"^\s*(?:from|import)\s", re.MULTILINE)
+
+
+def parse_imports(text: str) -> ast.Module:
+    """Return the tree of a module, or of its part that imports: most code stands behind that."""
+    first = DEFINITION.search(text)
+    if first is not None and not IMPORT.search(text, first.start()):
+        try:
+            return ast.parse(text[: first.start()])
+        except SyntaxError:  # It was a line of a string.
+            pass
+    return ast.parse(text)
+
+
 def find_imports(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
     """Return the modules that one imports."""
     imported: set[str] = set()
-    for node in find_statements(ast.parse(path.read_text()).body):
+    for node in find_statements(parse_imports(path.read_text()).body):
         if isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names]
         else:

@@ -1,5 +1,6 @@
 """Layers of configuration, their origins, and errors that name the place."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -82,7 +83,7 @@ NO_VALUES = {
     "digits without end": ("{v}: " + "9" * 5000, "int"),
     "no truth": ("{v}: !!bool x", "bool"),
     "no time": ("{v}: !!timestamp x", "timestamp"),
-    "brackets": ("{v}: " + "[" * 5000, "too deep"),
+    "brackets": ("{v}: " + "[" * sys.getrecursionlimit(), "too deep"),
     "itself": ("{v}: &a {{x: *a}}", "levels deep"),
 }
 

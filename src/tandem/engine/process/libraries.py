@@ -10,7 +10,7 @@ import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 
 __all__ = ["import_libraries"]
 
@@ -48,7 +48,7 @@ def import_libraries() -> None:
 
 
 @contextlib.contextmanager
-def _hide(names: tuple[str, ...]) -> Iterator[None]:
+def _hide(names: tuple[str, ...]) -> Generator[None]:
     """Make packages that are not imported yet look as if they were not installed."""
     hidden = [name for name in names if name not in sys.modules]
     for name in hidden:
