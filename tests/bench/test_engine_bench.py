@@ -18,7 +18,7 @@ CALLS_PER_LAYER = 60
 
 @pytest.mark.slow
 def test_quick_case_checks_and_compares():
-    """The command around it is that of the model benchmark, which is tested as a process."""
+    """The command around it is that of the model benchmark, and tested with it."""
     with contextlib.closing(engine_bench.make_cases(quick=True)) as cases:
         run = run_cases("engine", cases, patterns=("model=tiny48*",), budget_s=0.1, rounds=1)
         record = next(iter(run))

@@ -26,6 +26,7 @@ def test_the_curve_of_the_allocator():
 
 def test_objects_over_both_paths(monkeypatch):
     monkeypatch.setattr(bench, "SEGMENT_BYTES", 2**26)
+    monkeypatch.setattr(bench, "QUICK_HOST_BYTES", 2**26)
     monkeypatch.setattr(bench, "MEASURE_S", 0.001)
     monkeypatch.setattr(bench, "QUICK_SIZES", (4096,))
     monkeypatch.setattr(bench, "BATCHES", (3,))

@@ -44,6 +44,8 @@ from tandem.store.master.state.index import Directory, Passes, Replica
 __all__ = ["KV_BLOCK_BYTES", "make_cases", "trace_allocator"]
 
 SEGMENT_BYTES = 2**30
+QUICK_HOST_BYTES, HOST_BYTES = 2**30, 2**34
+"""Segment of the host whose start is timed until its first put."""
 SIZES = (4096, 65_536, 2**20, 2**24)
 QUICK_SIZES = (4096, 2**20)
 BATCHES = (1, 64)
@@ -186,7 +188,7 @@ def make_cases(*, quick: bool, with_peers: bool = False) -> Iterator[BenchCase]:
     """
     yield from _make_allocator_cases(quick=quick)
     yield from _make_directory_cases(quick=quick)
-    yield _make_first_put_case(2**30 if quick else 2**34)
+    yield _make_first_put_case(QUICK_HOST_BYTES if quick else HOST_BYTES)
     yield _make_latency_case(20_000 if quick else 1_000_000)
     with contextlib.ExitStack() as stack:
         mooncake = MooncakeStore(stack, SEGMENT_BYTES) if with_peers else None
@@ -361,7 +363,7 @@ def _make_latency_case(num_objects: int) -> BenchCase:
     """
 
     def measure() -> float:
-        with contextlib.closing(_Store(("local", "cma"), 2**30, touch=False)) as store:
+        with contextlib.closing(_Store(("local", "cma"), touch=False)) as store:
             for begin in range(0, num_objects, 10_000):
                 keys = [f"{i:064}" for i in range(begin, min(begin + 10_000, num_objects))]
                 store.client.put_many(keys, [b""] * len(keys))
