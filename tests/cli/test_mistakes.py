@@ -78,7 +78,7 @@ INPUTS = [
     "serve demo --max-model-len many", "serve demo --max_model_len -1",
     "serve demo --engine.block_size 7x", "serve demo --engine.kv-dtype int3",
     "serve demo --tp 2", "serve demo --tensor-parallel-size 2", "serve demo --dtype float8",
-    "serve demo --kt-num-gpu-experts 32", "serve demo --quantization fp8",
+    "serve demo --kt-num-gpu-experts 32 --dry-run", "serve demo --quantization fp8",
     "serve demo --model.dtype float8", "serve demo --engine.kv-cache-gib lots",
     "serve demo --prefill 1", "serve demo --decode 1", "serve demo --unified -1",
     "serve demo --unified 2 --prefill 1 --decode 1", "serve demo --adapter x",
