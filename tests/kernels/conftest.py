@@ -52,15 +52,23 @@ def count_outside() -> Callable[[Tensor, np.ndarray, np.ndarray], int]:
     return count
 
 
-@pytest.fixture
-def draw() -> Callable[..., Tensor]:
+class Draw:
     """Seeded normal numbers, already rounded to a dtype."""
-    generator = torch.Generator().manual_seed(7)
 
-    def draw_normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=generator) * scale).to(dtype)
+    def __init__(self) -> None:
+        self.restart()
 
-    return draw_normal
+    def restart(self) -> None:
+        """Begin with the first numbers again."""
+        self._generator = torch.Generator().manual_seed(7)
+
+    def __call__(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=self._generator) * scale).to(dtype)
+
+
+@pytest.fixture
+def draw() -> Draw:
+    return Draw()
 
 
 @pytest.fixture

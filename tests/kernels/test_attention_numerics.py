@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem.core.model.layers import RopeSpec
 from tandem.core.spec import GqaLayout
 from tandem.kernels import paged, tolerance
@@ -27,7 +28,7 @@ HEADS, KV_HEADS, SIZE, LAYERS = 6, 2, 16, 3
 SCALE = SIZE**-0.5
 SINKS = Buffer(torch.tensor([0.7, -1.3, 2.1, 0.2, 1.4, -0.4]))
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-both_dtypes = pytest.mark.parametrize("dtype", list(NAMES), ids=list(NAMES.values()))
+both_dtypes = each("dtype", list(NAMES))
 
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
@@ -104,7 +105,7 @@ class Case:
 
 
 @both_dtypes
-@pytest.mark.parametrize("block_size", [1, 8, 16])
+@each("block_size", [1, 8, 16])
 def test_mixed_batch(dtype, block_size, draw, count_outside):
     lengths = [1, 40, 9, 33, 64, 5]
     case = Case(lengths, dtype, draw, block_size)
@@ -118,7 +119,7 @@ def test_mixed_batch(dtype, block_size, draw, count_outside):
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", RULES)
+@each("name", RULES)
 def test_rules_in_a_mixed_batch(name, dtype, draw, count_outside):
     """Windows, caps and sinks, whole, decoding and in chunks, beside sequences of other lengths."""
     lengths = [1, 40, 9, 33, 30, 5]
@@ -156,8 +157,8 @@ WRONG_RULES = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_RULES)
-@pytest.mark.parametrize("first", [10, 39])
+@each("name", WRONG_RULES)
+@each("first", [10, 39])
 def test_wrong_rules_are_caught(name, first, draw, count_outside):
     """The bound tells a rule from its neighbours, in a prefill and in a decode."""
     right, spoil = WRONG_RULES[name]
@@ -178,8 +179,8 @@ MUTANTS = {
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", MUTANTS)
-@pytest.mark.parametrize("first", [10, 39])
+@each("name", MUTANTS)
+@each("first", [10, 39])
 def test_mutants(name, first, dtype, draw, count_outside):
     case = Case([40], dtype, draw)
     expected = case.oracle(0, first, 40)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem.core.errors import NotFoundError, ShapeError, UnsupportedError
 from tandem.kernels.weights.formats import (
     WEIGHT_FORMATS,
@@ -55,7 +56,7 @@ def test_round_to_bf16_rounds_ties_to_even_and_keeps_nan():
     np.testing.assert_array_equal(round_to_bf16(values), want)
 
 
-@pytest.mark.parametrize("weight_format", INTEGER, ids=lambda f: f.name)
+@each("weight_format", INTEGER)
 def test_error_is_within_half_a_step(weight_format: WeightFormat):
     weights = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
     matrix = quantize(weights, weight_format)
@@ -85,8 +86,8 @@ def test_codes_of_a_known_group():
     assert mirrored.scales[0, 0] == np.float16(-0.125)
 
 
-@pytest.mark.parametrize("weight_format", INTEGER, ids=lambda f: f.name)
-@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-9])
+@each("weight_format", INTEGER)
+@each("value", [0.0, 3.0, -3.0, 1e-9])
 def test_constant_groups(weight_format: WeightFormat, value: float):
     weights = np.full((2, 128), value)
     got = dequantize(quantize(weights, weight_format))

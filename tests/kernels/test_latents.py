@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem import _native
 from tandem.core.errors import ShapeError
 from tandem.core.kv_layout import MlaLayout
@@ -30,8 +31,8 @@ from tandem.kernels.weights.head_matrix import PackedHeads, choose_head_format, 
 from tandem.kernels.weights.matrix import TENSORS, MatrixSettings
 
 ISAS = _native.kernel_isas()
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-every_isa = pytest.mark.parametrize("isa", ISAS)
+both_dtypes = each("dtype", [torch.float32, torch.bfloat16])
+every_isa = each("isa", ISAS)
 FORMATS = ["bf16", "fp8", "fp8row", "int8row", "int8g16", "int8g32min", "int4g32", "int4g32sym"]
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 32, 8, 16, 24
 
@@ -86,7 +87,7 @@ def bound_rows(expected, size, dtype):
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("rope", [2, 8, 64])
+@each("rope", [2, 8, 64])
 def test_rows_of_queries_and_keys(isa, dtype, rope, draw, wide, count_outside):
     rows = make_rows(draw, dtype, rope=rope)
     expected, size = rows_by_oracle(*rows, wide)
@@ -97,7 +98,7 @@ def test_rows_of_queries_and_keys(isa, dtype, rope, draw, wide, count_outside):
 
 
 @both_dtypes
-@pytest.mark.parametrize("mutant", ["sign", "next token", "not normed", "plain items"])
+@each("mutant", ["sign", "next token", "not normed", "plain items"])
 def test_mutants_of_rows_are_caught(mutant, dtype, draw, wide, count_outside):
     q, kv, weight, cos, sin = make_rows(draw, dtype)
     expected, size = rows_by_oracle(q, kv, weight, cos, sin, wide)
@@ -148,9 +149,9 @@ def test_rows_that_would_be_read_out_of_bounds_are_refused(draw):
         )
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("outs", [24, 64, 100, 192])
-@pytest.mark.parametrize("num_tokens", [1, 7, 60])
+@each("name", FORMATS)
+@each("outs", [24, 64, 100, 192])
+@each("num_tokens", [1, 7, 60])
 def test_a_head_is_multiplied_with_its_own_matrix(name, outs, num_tokens, draw, pool):
     """Bitwise what each head's matrix, padded like all others, gives alone."""
     weight = draw(HEADS, outs, 64, dtype=torch.float32)
@@ -171,7 +172,7 @@ def test_a_head_is_multiplied_with_its_own_matrix(name, outs, num_tokens, draw, 
 
 
 @every_isa
-@pytest.mark.parametrize("name", ["bf16", "int8g32"])
+@each("name", ["bf16", "int8g32"])
 def test_heads_match_the_oracle(name, isa, draw, wide, count_outside, pool):
     weight_format = find_format(name)
     weight = draw(HEADS * 64, 64, dtype=torch.bfloat16)
@@ -354,8 +355,8 @@ def test_the_operator_is_the_paper(
         assert error > 10 * OPERATOR_BOUND[torch.float32], mutant
 
 
-@pytest.mark.parametrize("kind", SIZES)
-@pytest.mark.parametrize("name", ["bf16", "int8g16"])
+@each("kind", SIZES)
+@each("name", ["bf16", "int8g16"])
 def test_packed_operators_are_near_and_bitwise_invariant(kind, name, draw, make_reader):
     sizes = SIZES[kind] if name == "bf16" else SIZES["plain queries"]
     weights = {

@@ -1,9 +1,9 @@
 """Goal: a LayerNorm is that of the definition in float64, and a row depends on that row alone."""
 
 import numpy as np
-import pytest
 import torch
 
+from each import each
 from tandem.core.model.layers import LayerNormSpec
 from tandem.kernels.operators.norm import LayerNorm
 
@@ -22,8 +22,8 @@ class Reader:
         out.copy_(self.tensors[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("offset", "has_bias"), [(0.0, True), (1.0, True), (0.0, False)])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each(("offset", "has_bias"), [(0.0, True), (1.0, True), (0.0, False)])
 def test_it_is_the_definition_row_by_row(dtype, offset, has_bias):
     generator = torch.Generator().manual_seed(0)
     tensors = {f"n.{name}": torch.randn(SIZE, generator=generator) for name in ("weight", "bias")}

@@ -4,9 +4,9 @@ A mutant changes one operator after loading, as a wrong kernel would: a projecti
 expert dropped, the last block of K skipped, 16 columns zeroed, two experts swapped.
 """
 
-import pytest
 import torch
 
+from each import each
 from tandem.core.model.layers import ExpertsSpec, MlpSpec
 from tandem.kernels import tolerance
 from tandem.kernels.operators.linear import Linear
@@ -16,7 +16,7 @@ from tandem.kernels.oracles import reference
 from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+both_dtypes = each("dtype", DTYPES)
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS = 24, 64, 96, 6
 
 
@@ -36,7 +36,7 @@ EXPERT_MUTANTS = {
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", EXPERT_MUTANTS)
+@each("name", EXPERT_MUTANTS)
 def test_experts(name, dtype, draw, wide, make_reader, count_outside):
     gate_up = draw(EXPERTS, 2 * INTERMEDIATE, HIDDEN, dtype=dtype, scale=HIDDEN**-0.5)
     down = draw(EXPERTS, HIDDEN, INTERMEDIATE, dtype=dtype, scale=INTERMEDIATE**-0.5)
@@ -63,7 +63,7 @@ LINEAR_MUTANTS = {
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", LINEAR_MUTANTS)
+@each("name", LINEAR_MUTANTS)
 def test_linear(name, dtype, draw, wide, make_reader, count_outside):
     weight, x = draw(40, HIDDEN, dtype=dtype), draw(TOKENS, HIDDEN, dtype=dtype)
     layer = Linear(HIDDEN, 40)
@@ -75,9 +75,7 @@ def test_linear(name, dtype, draw, wide, make_reader, count_outside):
 
 
 @both_dtypes
-@pytest.mark.parametrize(
-    "name", ["none", "scale gate", "skip the last K block", "swap gate and up"]
-)
+@each("name", ["none", "scale gate", "skip the last K block", "swap gate and up"])
 def test_mlp(name, dtype, draw, wide, make_reader, count_outside):
     gate_up = draw(2 * INTERMEDIATE, HIDDEN, dtype=dtype, scale=HIDDEN**-0.5)
     down = draw(HIDDEN, INTERMEDIATE, dtype=dtype, scale=INTERMEDIATE**-0.5)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.kernels import tolerance
@@ -20,7 +21,7 @@ from tandem.kernels.oracles import reference
 
 LAYERS, LAYER = 2, 1
 ISAS = _native.kernel_isas()
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+both_dtypes = each("dtype", [torch.float32, torch.bfloat16])
 
 
 def view(tensor):
@@ -145,10 +146,10 @@ def code(kv, kv_format):
 WHOLE = [1, 16, 17, 70, 131]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("key_dim", [16, 20, 64])
+@each("isa", ISAS)
+@each("key_dim", [16, 20, 64])
 @both_dtypes
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, "int8", "fp8"])
+@each("kv_dtype", [torch.float32, torch.bfloat16, "int8", "fp8"])
 def test_equals_the_oracle(isa, key_dim, dtype, kv_dtype, count_outside):
     case = Case(WHOLE, key_dim=key_dim, dtype=dtype, kv_dtype=kv_dtype, block_size=24)
     # The rest of each context first, then one token here, several there.
@@ -167,8 +168,8 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", RULES)
+@each("isa", ISAS)
+@each("name", RULES)
 @both_dtypes
 def test_rules(isa, name, dtype, count_outside):
     case = Case([131, 90], dtype=dtype, kv_dtype=dtype, rule=RULES[name])
@@ -178,9 +179,9 @@ def test_rules(isa, name, dtype, count_outside):
         assert count_outside(out, *case.oracle(s, *parts[s])) == 0
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
-@pytest.mark.parametrize("value_dim", [None, 64], ids=["grouped", "latent"])
+@each("isa", ISAS)
+@each("kv_format", ["int8", "fp8"])
+@each("value_dim", [None, 64])
 @both_dtypes
 def test_rules_over_coded_kv(isa, kv_format, value_dim, dtype, count_outside):
     case = Case(
@@ -198,8 +199,8 @@ def test_rules_over_coded_kv(isa, kv_format, value_dim, dtype, count_outside):
         assert count_outside(out, *case.oracle(s, *parts[s])) == 0
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("kv_dtype", ["as queries", "int8", "fp8"])
+@each("isa", ISAS)
+@each("kv_dtype", ["as queries", "int8", "fp8"])
 @both_dtypes
 def test_latent_heads(isa, kv_dtype, dtype, count_outside):
     """MLA: 130 query heads share one key of 72 items, whose first 64 are the value."""
@@ -216,7 +217,7 @@ def test_latent_heads(isa, kv_dtype, dtype, count_outside):
 MUTANTS = ["last token", "scale", "other head", "window", "no cap", "no sink"]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@each("mutant", MUTANTS)
 @both_dtypes
 def test_the_bound_catches_mutants(mutant, dtype, count_outside):
     rule = {"window": 60, "soft_cap": 3.0, "sinks": torch.full((6,), 4.0)}
@@ -242,9 +243,9 @@ def test_the_bound_catches_mutants(mutant, dtype, count_outside):
     assert count_outside(case.attend(parts, rule=wrong)[0], *oracle) > 0
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each("isa", ISAS)
 @both_dtypes
-@pytest.mark.parametrize("layout", ["grouped", "latent", "int8", "latent int8"])
+@each("layout", ["grouped", "latent", "int8", "latent int8"])
 def test_bitwise_however_the_tokens_are_fed(isa, dtype, layout):
     """Longer than a split, so that partial results are merged, and with a window."""
     length = 1100 if isa != "plain" else 1030
@@ -269,9 +270,9 @@ def test_bitwise_however_the_tokens_are_fed(isa, dtype, layout):
         assert torch.equal(out[0], whole[s][-1])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, "fp8"])
+@each("isa", ISAS)
+@each("group", [1, 4, 5, 7, 8])
+@each("kv_dtype", [torch.float32, torch.bfloat16, "fp8"])
 def test_few_rows_are_bitwise_those_of_many(isa, group, kv_dtype):
     """A decode whose rows fit into registers leaves values where they lie; a prefill packs them."""
     dtype = torch.float32 if kv_dtype == torch.float32 else torch.bfloat16
@@ -282,7 +283,7 @@ def test_few_rows_are_bitwise_those_of_many(isa, group, kv_dtype):
         assert torch.equal(alone[0], whole[token])
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, "int8", "fp8"])
+@each("kv_dtype", [torch.float32, torch.bfloat16, "int8", "fp8"])
 def test_float_queries_agree_bitwise_across_isas(kv_dtype):
     rule = {"soft_cap": 4.0, "sinks": torch.zeros(6)}
     case = Case([100], key_dim=20, kv_dtype=kv_dtype, rule=rule)

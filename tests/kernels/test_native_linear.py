@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem._native import PackedMatrix, ThreadPool, kernel_isas
 from tandem.core.errors import (
     ConfigError,
@@ -82,12 +83,12 @@ def check(name: str, x: torch.Tensor, pool: ThreadPool, *isas: str, outs: int = 
 # Arithmetic ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_matches_the_oracle(name: str, pool: ThreadPool):
     check(name, draw(9, INS, seed=2), pool, *ISAS)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "ins", "outs"),
     [
         ("f32", 1, 1),
@@ -108,14 +109,14 @@ def test_odd_sizes(name: str, ins: int, outs: int, pool: ThreadPool):
     check(name, draw(5, ins, seed=3), pool, *ISAS, outs=outs)
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_every_regime(name: str, pool: ThreadPool):
     for rows in (0, 1, 2, 6, 7, 13, 47, 49, 193):
         check(name, draw(rows, INS, seed=4), pool, kernel_isas()[-1])
 
 
-@pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "fp8row", "mxfp4", "int8g32", "int4g32"])
-@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e4, 1e15])
+@each("name", ["f32", "bf16", "fp8", "fp8row", "mxfp4", "int8g32", "int4g32"])
+@each("scale", [1e-38, 1e-20, 1e4, 1e15])
 def test_magnitudes_of_the_input(name: str, scale: float, pool: ThreadPool):
     x = draw(5, INS, seed=5)
     x[:, :32] *= scale
@@ -123,7 +124,7 @@ def test_magnitudes_of_the_input(name: str, scale: float, pool: ThreadPool):
     check(name, draw(3, INS, seed=6) * scale, pool, *ISAS)
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_input_in_bf16(name: str, pool: ThreadPool):
     check(name, draw(9, INS, seed=7).bfloat16(), pool, kernel_isas()[-1])
 
@@ -141,7 +142,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_mutants_are_caught(name: str, pool: ThreadPool):
     x = draw(6, INS, seed=8)
     got = make_linear(name, pool).forward(x).double().numpy()
@@ -153,7 +154,7 @@ def test_mutants_are_caught(name: str, pool: ThreadPool):
         assert (np.abs(got - want) > bound).any() == (mutant != "none"), mutant
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_adds_into_a_residual(name: str, pool: ThreadPool):
     linear = make_linear(name, pool)
     x, residual = draw(9, INS, seed=9), draw(9, OUTS, seed=10)
@@ -170,7 +171,7 @@ def test_adds_into_a_residual(name: str, pool: ThreadPool):
 # Invariance ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_a_row_does_not_depend_on_its_batch(name: str, pool: ThreadPool):
     for isa in ISAS:
         linear = make_linear(name, pool, isa)
@@ -184,7 +185,7 @@ def test_a_row_does_not_depend_on_its_batch(name: str, pool: ThreadPool):
         assert torch.equal(torch.cat(pieces), whole), isa
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_threads_do_not_matter(name: str):
     x = draw(120, INS, seed=12)
     pools = [ThreadPool(threads, oversubscribe=True) for threads in (1, 2, 5)]
@@ -192,14 +193,14 @@ def test_threads_do_not_matter(name: str):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("name", EXACT_FORMATS)
+@each("name", EXACT_FORMATS)
 def test_integer_formats_and_f32_agree_bitwise_across_isas(name: str, pool: ThreadPool):
     x = draw(13, INS, seed=13)
     results = [make_linear(name, pool, isa).forward(x) for isa in ISAS]
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer])
+@each("name", [name for name in FORMATS if WEIGHT_FORMATS[name].is_integer])
 def test_sums_of_the_largest_codes_do_not_saturate(name: str, pool: ThreadPool):
     """255 times 127 twice is beyond 16 bits, where one of the instructions at hand stops."""
     weight_format = WEIGHT_FORMATS[name]
@@ -215,7 +216,7 @@ def test_sums_of_the_largest_codes_do_not_saturate(name: str, pool: ThreadPool):
             assert (np.abs(linear.forward(x).double().numpy() - want) <= bound).all(), isa
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_rows_are_those_of_the_unpacked_matrix(name: str, pool: ThreadPool):
     """Bitwise, in any order, as float32 and rounded once; the last panel has fewer outputs."""
     for isa in ISAS:
@@ -251,7 +252,7 @@ def test_concurrent_callers_get_their_own_results(pool: ThreadPool):
     assert not wrong
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_bad_values_stay_in_their_row(name: str, pool: ThreadPool):
     for isa in ISAS:
         linear = make_linear(name, pool, isa)
@@ -281,7 +282,7 @@ def test_leading_dimensions(pool: ThreadPool):
     assert torch.equal(residual.view(6, OUTS), want)
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_rows_packed_one_block_after_the_other(name: str, pool: ThreadPool):
     weight_format = WEIGHT_FORMATS[name]
     weights = draw(300, INS)
@@ -295,7 +296,7 @@ def test_rows_packed_one_block_after_the_other(name: str, pool: ThreadPool):
     np.testing.assert_array_equal(narrow.packed, wide.packed)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_packed_bytes_agree_across_isas(name: str, pool: ThreadPool):
     weights = draw(130, INS) * torch.logspace(-8, 2, INS)
     packed = [
@@ -363,7 +364,7 @@ def test_refuses_what_does_not_fit(pool: ThreadPool):
         PackedLinear(int8, 128, 1, pool=pool, isa="sse9")
 
 
-@pytest.mark.parametrize("name", SOME_FORMATS)
+@each("name", SOME_FORMATS)
 def test_pack_refuses_weights_that_are_not_finite(name: str, pool: ThreadPool):
     for bad in (float("nan"), float("-inf")):
         weights = draw(OUTS, INS)

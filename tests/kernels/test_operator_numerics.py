@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem.core.errors import ShapeError
 from tandem.core.model.layers import (
     ExpertsSpec,
@@ -27,11 +28,11 @@ from tandem.kernels.oracles import reference
 from tandem.kernels.torch.experts import Experts
 
 DTYPES = [torch.float32, torch.bfloat16]
-both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+both_dtypes = each("dtype", DTYPES)
 
 
 @both_dtypes
-@pytest.mark.parametrize(("tokens", "size", "outputs"), [(1, 64, 33), (5, 37, 16), (0, 8, 4)])
+@each(("tokens", "size", "outputs"), [(1, 64, 33), (5, 37, 16), (0, 8, 4)])
 def test_linear(dtype, tokens, size, outputs, draw, wide, make_reader, count_outside):
     weight, bias = draw(outputs, size, dtype=dtype), draw(outputs, dtype=dtype)
     x = draw(tokens, size, dtype=dtype)
@@ -88,7 +89,7 @@ def test_embedding_and_tied_head(dtype, draw, wide, make_reader, count_outside):
 
 
 @both_dtypes
-@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e15])
+@each("scale", [1.0, 1e-20, 1e15])
 def test_rms_norm(dtype, scale, draw, wide, make_reader, count_outside):
     weight, x = draw(48, dtype=dtype), draw(6, 48, dtype=dtype, scale=scale)
     norm = RmsNorm(48, 1e-6)
@@ -123,7 +124,7 @@ ROPES = [
 ]
 
 
-@pytest.mark.parametrize("parameters", ROPES, ids=lambda p: p.rope_type)
+@each("parameters", ROPES)
 @both_dtypes
 def test_rope(parameters, dtype, draw, wide, count_outside):
     positions = torch.tensor([0, 1, 2, 63, 64, 65, 500, 4000])
@@ -180,7 +181,7 @@ def make_router(hidden, count, top_k, *, is_normalised):
 
 
 @both_dtypes
-@pytest.mark.parametrize("is_normalised", [True, False])
+@each("is_normalised", [True, False])
 def test_router(dtype, is_normalised, draw, wide, make_reader, count_outside):
     weight, x = draw(8, 32, dtype=dtype), draw(40, 32, dtype=dtype)
     router = Router(
@@ -231,10 +232,8 @@ def route(case: str, tokens: int) -> torch.Tensor:
 
 
 @both_dtypes
-@pytest.mark.parametrize("tokens", [0, 1, 2, 19])
-@pytest.mark.parametrize(
-    "case", ["spread", "all to one", "one has none", "some elsewhere", "all elsewhere"]
-)
+@each("tokens", [0, 1, 2, 19])
+@each("case", ["spread", "all to one", "one has none", "some elsewhere", "all elsewhere"])
 def test_experts(dtype, tokens, case, draw, wide, make_reader, count_outside):
     experts, gate_up, down = load_experts(dtype, draw, make_reader)
     x = draw(tokens, 24, dtype=dtype)
@@ -295,8 +294,8 @@ def test_both_expert_layouts_load_equal(draw, make_reader):
     assert torch.equal(fused.down_weight, apart.down_weight)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("bad", [6, -2])
+@each("tokens", [1, 5])
+@each("bad", [6, -2])
 def test_experts_refuse_an_id_out_of_range(tokens, bad, draw, make_reader):
     experts, _, _ = load_experts(torch.float32, draw, make_reader)
     ids = torch.zeros(tokens, 2, dtype=torch.int64)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem._native import PlannedAttention, TensorView
 from tandem.core.errors import CapacityError, ShapeError, UnsupportedError
 from tandem.core.spec import GqaLayout, KVLayout, MlaLayout
@@ -100,7 +101,7 @@ def test_empty_batch():
     assert batch.num_tokens == batch.num_sequences == 0
 
 
-@pytest.mark.parametrize(
+@each(
     ("chunk", "text"),
     [
         (SequenceChunk([], 0, [1]), "0 tokens from position 0"),

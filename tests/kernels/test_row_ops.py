@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.kernels import tolerance
 from tandem.kernels.oracles import reference
 
 ISAS = _native.kernel_isas()
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-every_isa = pytest.mark.parametrize("isa", ISAS)
+both_dtypes = each("dtype", [torch.float32, torch.bfloat16])
+every_isa = each("isa", ISAS)
 
 
 def view(tensor):
@@ -33,8 +34,8 @@ def norm(x, weight, eps=1e-6, *, residual=None, out=None, **options):
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("size", [1, 16, 63, 64, 200, 2048])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e15])
+@each("size", [1, 16, 63, 64, 200, 2048])
+@each("scale", [1e-30, 1.0, 1e15])
 def test_norm(isa, dtype, size, scale, draw, wide, count_outside):
     x, weight = draw(5, size, dtype=dtype, scale=scale), draw(size, dtype=dtype)
     expected = reference.rms_norm(wide(x), wide(weight), 1e-6)
@@ -44,7 +45,7 @@ def test_norm(isa, dtype, size, scale, draw, wide, count_outside):
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@each("x_dtype", [torch.float32, torch.bfloat16])
 def test_norm_adds_to_the_residual(isa, dtype, x_dtype, draw, wide, count_outside):
     x, weight, residual = (
         draw(4, 100, dtype=x_dtype),
@@ -58,7 +59,7 @@ def test_norm_adds_to_the_residual(isa, dtype, x_dtype, draw, wide, count_outsid
     assert count_outside(out, expected, tolerance.rms_norm(expected, dtype)) == 0
 
 
-@pytest.mark.parametrize("mutant", ["eps", "last item", "weight"])
+@each("mutant", ["eps", "last item", "weight"])
 @both_dtypes
 def test_norm_mutants(mutant, dtype, draw, wide, count_outside):
     x, weight = draw(5, 96, dtype=dtype, scale=1e-2), draw(96, dtype=dtype)
@@ -133,7 +134,7 @@ ROTATION_MUTANTS = {
 
 
 @both_dtypes
-@pytest.mark.parametrize("mutant", ROTATION_MUTANTS)
+@each("mutant", ROTATION_MUTANTS)
 def test_rotation_mutants(mutant, dtype, draw, wide, count_outside):
     x, q, k = draw(6, 5, 48, dtype=dtype), draw(48, dtype=dtype), draw(48, dtype=dtype)
     angles = draw(7, 16, dtype=torch.float32) * 3
@@ -155,8 +156,8 @@ def test_rotation_mutants(mutant, dtype, draw, wide, count_outside):
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize(("size", "rotary"), [(16, 16), (64, 64), (128, 128), (80, 32), (20, 12)])
-@pytest.mark.parametrize("normed", ["none", "both", "keys"])
+@each(("size", "rotary"), [(16, 16), (64, 64), (128, 128), (80, 32), (20, 12)])
+@each("normed", ["none", "both", "keys"])
 def test_rotate_heads(isa, dtype, size, rotary, normed, draw, wide, count_outside):
     x = draw(6, 7, size, dtype=dtype)
     angles = draw(6, rotary // 2, dtype=torch.float32) * 3
@@ -182,7 +183,7 @@ def test_rotate_heads(isa, dtype, size, rotary, normed, draw, wide, count_outsid
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("size", [1, 16, 37, 768])
+@each("size", [1, 16, 37, 768])
 def test_gate_of_silu(isa, dtype, size, draw, wide, count_outside):
     gate_up = draw(3, 2 * size, dtype=dtype, scale=3.0)
     gate_up[0, 0], gate_up[1, 0] = 90.0, -90.0
@@ -214,8 +215,8 @@ SCORINGS = ["softmax", "softmax_normalised", "sigmoid", "sigmoid_normalised"]
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (60, 4), (128, 8), (256, 33)])
+@each("scoring", SCORINGS)
+@each(("experts", "top_k"), [(1, 1), (8, 2), (60, 4), (128, 8), (256, 33)])
 def test_route(isa, dtype, scoring, experts, top_k, draw, wide, count_outside):
     logits = draw(17, experts, dtype=dtype, scale=2.0)
     weights, ids = route(logits, top_k, scoring, weights_dtype=dtype, isa=isa)
@@ -232,8 +233,8 @@ def test_route(isa, dtype, scoring, experts, top_k, draw, wide, count_outside):
 
 
 @every_isa
-@pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("num_choices", [1, 2])
+@each("scoring", SCORINGS)
+@each("num_choices", [1, 2])
 def test_route_by_groups_with_bias(isa, num_choices, scoring, draw, wide, count_outside):
     logits, bias = draw(40, 64, dtype=torch.float32), draw(64, dtype=torch.float32)
     groups = {"num_groups": 8, "num_top_groups": 3, "num_group_choices": num_choices}
@@ -268,7 +269,7 @@ ROUTER_MUTANTS = {
 
 
 @both_dtypes
-@pytest.mark.parametrize("mutant", ROUTER_MUTANTS)
+@each("mutant", ROUTER_MUTANTS)
 def test_router_mutants(mutant, dtype, draw, wide, count_outside):
     """Of the weights, in the order of expert ids; the choice is compared above."""
     logits, bias = draw(40, 16, dtype=dtype), draw(16, dtype=torch.float32)
@@ -353,7 +354,7 @@ def test_route_is_deepseeks_second(draw):
     torch.testing.assert_close(weights.gather(1, order), want.gather(1, want_order))
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
+@each("scoring", SCORINGS)
 def test_route_of_hard_rows(scoring):
     logits = torch.zeros(5, 40)
     logits[1] = math.inf * torch.tensor([-1.0])

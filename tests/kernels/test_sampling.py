@@ -14,13 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each import each
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.kernels import tolerance
 from tandem.kernels.oracles import reference
 
 ISAS = _native.kernel_isas()
-every_isa = pytest.mark.parametrize("isa", ISAS)
+every_isa = each("isa", ISAS)
 LAST_DRAW = 1.0 - 2.0**-53
 
 
@@ -69,7 +70,7 @@ RULES = [
 
 
 @every_isa
-@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 1000, 7001])
+@each("size", [1, 2, 63, 64, 65, 1000, 7001])
 def test_sample(isa, size):
     generator = torch.Generator().manual_seed(size)
     for rule, scale, draw in itertools.product(RULES, (0.5, 4.0), (0.0, 0.31, 0.77, LAST_DRAW)):
@@ -97,7 +98,7 @@ def test_sample_with_equals(seed, size, draw, levels, **fields):
     assert token in list_right(logits[0], fields, draw)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rule", "mutant"),
     [
         ({}, {"temperature": 1.03}),

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from each import each
 from tandem.core.errors import InternalError
 from tandem.kernels.fake.device import FakeDevice
 
@@ -30,7 +31,7 @@ def fetch(device, tensor):
     return staging.tolist()
 
 
-@pytest.mark.parametrize(
+@each(
     "look",
     [
         lambda t: t.tolist(),

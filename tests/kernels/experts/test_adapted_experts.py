@@ -8,6 +8,7 @@ by less than 2^-7 of their length; int8 codes of activations give 2^-5, as witho
 import pytest
 import torch
 
+from each import each
 from tandem._native import ThreadPool
 from tandem.core.model.layers import SILU, Activation
 from tandem.kernels.activation import activate
@@ -90,8 +91,8 @@ class Case:
         return {n: float((g - w).norm() / w.norm()) for n, (g, w) in zip(names, pairs, strict=True)}
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "fp8", "mxfp4"])
+@each("parts", [1, 2])
+@each("name", ["bf16", "int8", "int4", "fp8", "mxfp4"])
 def test_gradients(name, parts, pool):
     """Of the input, the router weights and all factors, also with weights split for two nodes."""
     case = Case(name, pool, parts=parts)

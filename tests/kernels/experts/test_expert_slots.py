@@ -11,6 +11,7 @@ import random
 import numpy as np
 import pytest
 
+from each import each
 from tandem._native import DirectReader
 from tandem.core.errors import (
     ConfigError,
@@ -121,7 +122,7 @@ class World:
         return [self.chance.randrange(-1, NUM_EXPERTS) for _ in range(self.chance.randrange(9))]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_any_sequence_of_steps_computes_the_right_experts(seed):
     chance = random.Random(seed)
     world = World(seed, num_slots=chance.randrange(1, 6), num_staged=chance.randrange(1, 6))
@@ -149,7 +150,7 @@ def test_a_slot_is_not_read_again_and_a_prefill_leaves_it():
     assert counters.read_bytes == 12 * EXPERT_BYTES
 
 
-@pytest.mark.parametrize("seed", range(20))
+@each("seed", range(20))
 def test_steps_after_failed_reads_compute_the_right_experts(seed):
     """Errors and stalls come and go; no place is used while a read may write to it."""
     world = World(seed, num_staged=3)

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 
+from each import each
 from tandem._native import ThreadPool
 from tandem.core.errors import ConflictError, DeadlineError, ShapeError
 from tandem.core.model.layers import ExpertsSpec
@@ -58,7 +59,7 @@ def draw_batch(tokens, dtype, seed=1):
     return x, ids, torch.rand(tokens, TOP_K, generator=generator)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@each("dtype", [torch.float32, torch.bfloat16])
 def test_bits_are_those_of_forward(kind, dtype, load):
     experts = load(kind, dtype)
     for tokens in (0, 1, 5, 70):

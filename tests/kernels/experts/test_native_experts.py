@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem._native import ExpertBank, ThreadPool, kernel_isas
 from tandem.core.errors import (
     ConfigError,
@@ -77,7 +78,7 @@ def make_experts(name: str, pool: ThreadPool, isa: str | None = None) -> PackedE
 # Invariance ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_a_token_does_not_depend_on_its_batch(name: str, pool: ThreadPool):
     for isa in ISAS:
         experts = make_experts(name, pool, isa)
@@ -93,7 +94,7 @@ def test_a_token_does_not_depend_on_its_batch(name: str, pool: ThreadPool):
         assert torch.equal(torch.cat(pieces), whole), isa
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_all_tokens_on_one_expert_equal_each_alone(name: str, pool: ThreadPool):
     experts = make_experts(name, pool)
     x, _, weights = make_batch(401)
@@ -105,7 +106,7 @@ def test_all_tokens_on_one_expert_equal_each_alone(name: str, pool: ThreadPool):
         assert torch.equal(alone, whole[part])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_threads_do_not_matter(name: str):
     results = []
     for threads in (1, 2, 5):
@@ -115,7 +116,7 @@ def test_threads_do_not_matter(name: str):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["f32", *INTEGER])
+@each("name", ["f32", *INTEGER])
 def test_integer_formats_and_f32_agree_bitwise_across_isas(name: str, pool: ThreadPool):
     x, ids, weights = make_batch(21)
     x[3] *= 50  # Far into silu's flat and linear parts.
@@ -155,7 +156,7 @@ def test_empty_batch(pool: ThreadPool):
     assert torch.equal(none, torch.zeros(2, HIDDEN))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_experts_elsewhere_add_nothing(name: str, pool: ThreadPool):
     experts = make_experts(name, pool)
     x, ids, weights = make_batch(9)
@@ -187,7 +188,7 @@ def test_an_expert_chosen_twice_counts_twice(pool: ThreadPool):
     torch.testing.assert_close(got, 0.75 * want, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_bad_values_stay_in_their_token(name: str, pool: ThreadPool):
     x, ids, weights = make_batch(11)
     others = [t for t in range(11) if t != 5]
@@ -202,7 +203,7 @@ def test_bad_values_stay_in_their_token(name: str, pool: ThreadPool):
             assert torch.equal(got[others], clean[others]), (isa, bad)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_zero_input_gives_zero(name: str, pool: ThreadPool):
     experts = make_experts(name, pool)
     _, ids, weights = make_batch(3)
@@ -269,7 +270,7 @@ def read_panel(data: np.ndarray, size: int, weight_format: WeightFormat) -> Quan
     return QuantizedMatrix(weight_format, codes, scales.astype(np.float32), minima)
 
 
-@pytest.mark.parametrize("name", CODED)
+@each("name", CODED)
 def test_packed_bytes_hold_the_naive_codes(name: str, pool: ThreadPool):
     weight_format = WEIGHT_FORMATS[name]
     gate_up, down = make_weights(2)
@@ -328,7 +329,7 @@ def make_storage(size_bytes: int, *, read_only: bool = False) -> np.ndarray:
     return storage
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_parts_loaded_from_one_part_are_those_packed(name: str, pool: ThreadPool):
     """And each number of parts gives one result, bitwise, whatever the threads and the batch."""
     weight_format = WEIGHT_FORMATS[name]
@@ -499,8 +500,8 @@ def test_pack_refuses_what_does_not_fit(pool: ThreadPool):
         experts.pack_expert(0, *halves, down[0].double())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
+@each("name", FORMATS)
+@each("bad", [float("nan"), float("inf"), 1e9])
 def test_pack_refuses_weights_that_the_format_cannot_hold(name: str, bad: float, pool: ThreadPool):
     gate_up, down = make_weights(1)
     down[0, 70, 5] = bad

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.model.layers import SILU, Activation
 from tandem.kernels.cpu.experts import PackedExperts
@@ -122,14 +123,12 @@ def check(case: Case, name: str, pool: ThreadPool, *isas: str) -> None:
         assert worst <= 1, f"{isa}: error is {worst:.2f} of the tolerance"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, held in WEIGHT_FORMATS.items() if not held.is_stored_only]
-)
+@each("name", [name for name, held in WEIGHT_FORMATS.items() if not held.is_stored_only])
 def test_matches_the_oracle(name: str, pool: ThreadPool):
     check(make_case(1), name, pool, *ISAS)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "hidden", "inner"),
     [
         ("f32", 77, 35),
@@ -153,7 +152,7 @@ def test_odd_sizes(name: str, hidden: int, inner: int, pool: ThreadPool):
     check(make_case(2, hidden=hidden, inner=inner, experts=3, tokens=7), name, pool, *ISAS)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 @pytest.mark.parametrize(
     "tokens", [1, 2, 6, 7, 50, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 16, 97))]
 )
@@ -162,14 +161,14 @@ def test_every_regime(name: str, tokens: int, pool: ThreadPool):
     check(make_case(3, experts=1, tokens=tokens), name, pool, kernel_isas()[-1])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_input_in_bf16(name: str, pool: ThreadPool):
     case = make_case(4)
     check(replace(case, x=case.x.bfloat16()), name, pool, kernel_isas()[-1])
 
 
-@pytest.mark.parametrize("name", ["f32", "bf16", "fp8", "int8g32", "int4g32"])
-@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1e-4, 1e4, 1e15])
+@each("name", ["f32", "bf16", "fp8", "int8g32", "int4g32"])
+@each("scale", [1e-38, 1e-20, 1e-4, 1e4, 1e15])
 def test_magnitudes_of_the_input(name: str, scale: float, pool: ThreadPool):
     """Denormal to huge; silu is linear, zero or square there."""
     case = make_case(5, tokens=5)
@@ -190,8 +189,8 @@ def with_biases(case: Case) -> Case:
     return replace(case, biases=biases)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.limit}")
-@pytest.mark.parametrize("name", ["f32", "bf16", "int8g32"])
+@each("activation", ACTIVATIONS)
+@each("name", ["f32", "bf16", "int8g32"])
 def test_activations_and_biases(name: str, activation: Activation, pool: ThreadPool):
     case = make_case(10, experts=3, tokens=6)
     case.x[1] *= 30  # Into the flat parts, beyond limits, and where exponentials are cut off.
@@ -200,7 +199,7 @@ def test_activations_and_biases(name: str, activation: Activation, pool: ThreadP
     check(replace(with_biases(case), activation=activation), name, pool, *ISAS)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: f"{a.name}-{a.limit}")
+@each("activation", ACTIVATIONS)
 def test_activations_at_hard_gates(activation: Activation, pool: ThreadPool):
     """One weight a gate, so that gates are what the input says, exactly."""
     gates = torch.tensor([0.0, 1e-30, -1e-30, 0.6, 1.3, -1.3, 5, -5, 9, -9.9, -10.1, 60, -80, -95])
@@ -229,7 +228,7 @@ def test_activation_oracle_against_torch():
         np.testing.assert_allclose(f, function(g).numpy(), rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 @pytest.mark.parametrize(
     "num_parts", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))]
 )
@@ -285,7 +284,7 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_mutants_are_caught(name: str, pool: ThreadPool):
     case = with_biases(make_case(7))
     got = run_kernel(case, WEIGHT_FORMATS[name], pool, kernel_isas()[-1])
@@ -295,7 +294,7 @@ def test_mutants_are_caught(name: str, pool: ThreadPool):
         assert (np.abs(got - want) > tolerance).any(), f"{mutant} was not noticed"
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "bound"),
     [
         ("bf16", 0.005),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from each import each
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.errors import ShapeError
 from tandem.core.model.layers import SILU, Activation
@@ -158,10 +159,8 @@ def test_experts(name, isa, pool):
 ACTIVATIONS = [GPT_OSS, Activation("gelu"), Activation("gelu_tanh")]
 
 
-@pytest.mark.parametrize(
-    "options", [{"bias": True, "activation": a} for a in ACTIVATIONS] + [{"parts": 2}]
-)
-@pytest.mark.parametrize("tokens", [1, 150])
+@each("options", [{"bias": True, "activation": a} for a in ACTIVATIONS] + [{"parts": 2}])
+@each("tokens", [1, 150])
 @pytest.mark.parametrize("name", ["f32", "int8g128", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_biases_limits_parts_and_many_rows(name, options, tokens, pool):
     """gpt-oss's experts, GELUs, weights split for two nodes, and more rows than a block takes."""
@@ -170,7 +169,7 @@ def test_biases_limits_parts_and_many_rows(name, options, tokens, pool):
     assert none_outside(counts), counts
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_the_whole_is_near_the_exact_gradient(name, pool):
     """Nothing rounded in the oracle: the distance is that of bf16, of int8 activations, or none."""
     case = Case(name, pool, tokens=40)
@@ -200,8 +199,8 @@ def test_many_outputs(name, pool):
     assert none_outside(counts), counts
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("name", ["f32", "bf16", "int8g128"])
+@each("parts", [1, 2])
+@each("name", ["f32", "bf16", "int8g128"])
 def test_what_an_adapter_adds(name, parts, pool):
     """Values added to gate and up, and to the gradient of the intermediate; a mutant of each."""
     case = Case(name, pool, parts=parts)
@@ -280,15 +279,15 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("name", ["f32", "bf16", "int4g32"])
+@each("mutant", MUTANTS)
+@each("name", ["f32", "bf16", "int4g32"])
 def test_mutants_are_caught(mutant, name, pool):
     """The bounds are narrow enough to see a small mistake."""
     case = Case(name, pool)
     assert not none_outside(case.count_outside(MUTANTS[mutant](case.make_layer())))
 
 
-@pytest.mark.parametrize("stage", ["kept", "d_gate_up", "d_x", "d_weights"])
+@each("stage", ["kept", "d_gate_up", "d_x", "d_weights"])
 def test_mutants_of_each_stage_are_caught(stage, pool):
     """One value in a hundred that is off by a hundredth is seen where it is."""
     case = Case("int8g128", pool)

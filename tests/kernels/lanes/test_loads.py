@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem._native import ThreadPool
 from tandem.core.model.layers import SILU, ExpertsSpec
 from tandem.kernels.cpu.device import CPU
@@ -45,8 +46,8 @@ def choose(seed=7):
     return x, ids, torch.rand(TOKENS, TOP_K, generator=chance)
 
 
-@pytest.mark.parametrize("inner", [INNER, 96])
-@pytest.mark.parametrize("name", FORMATS)
+@each("inner", [INNER, 96])
+@each("name", FORMATS)
 def test_unpacked_experts_are_the_numbers_of_the_format(name, inner):
     size = WEIGHT_FORMATS[name].group_size
     if inner % max(size, 1) and WEIGHT_FORMATS[name].is_integer:
@@ -66,7 +67,7 @@ def test_unpacked_experts_are_the_numbers_of_the_format(name, inner):
         np.testing.assert_allclose(found_down.double().numpy(), wanted, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int4g32", "mxfp4", "int8row"])
+@each("name", ["bf16", "int4g32", "mxfp4", "int8row"])
 def test_packed_experts_sum_bitwise_range_by_range(name):
     native, *_ = make(name)
     loads, (x, ids, weights) = PackedLoads(native, POOL), choose()
@@ -83,8 +84,8 @@ def test_packed_experts_sum_bitwise_range_by_range(name):
         assert torch.equal(total.take(), wanted)
 
 
-@pytest.mark.parametrize("name", ["bf16", "int4g32"])
-@pytest.mark.parametrize("uploaded", [[], [4], [5, 0], [0, 1, 2, 3, 4, 5]])
+@each("name", ["bf16", "int4g32"])
+@each("uploaded", [[], [4], [5, 0], [0, 1, 2, 3, 4, 5]])
 def test_outputs_that_come_apart_sum_to_the_same_bits(name, uploaded):
     native, *_ = make(name)
     loads, (x, ids, weights) = PackedLoads(native, POOL), choose()

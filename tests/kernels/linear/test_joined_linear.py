@@ -7,6 +7,7 @@ bitwise; what does not fit is refused.
 import pytest
 import torch
 
+from each import each
 from tandem._native import PackedMatrix, ThreadPool
 from tandem.core.errors import ShapeError
 from tandem.kernels.cpu.joined_linear import JoinedLinear
@@ -35,8 +36,8 @@ def make_parts(pool: ThreadPool) -> list[PackedLinear]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 9])
+@each("dtype", [torch.float32, torch.bfloat16])
+@each("rows", [1, 2, 9])
 def test_columns_are_those_of_the_parts(rows: int, dtype: torch.dtype, pool: ThreadPool):
     parts = make_parts(pool)
     joined = JoinedLinear(parts)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem._native import ThreadPool
 from tandem.core.errors import ConflictError, ShapeError, UnsupportedError
 from tandem.kernels.cpu.experts import PackedExperts
@@ -42,7 +43,7 @@ def shape_of(name: str) -> tuple[int, int]:
     return (200, 256 if WEIGHT_FORMATS[name].is_integer and name != "int8row" else 300)
 
 
-@pytest.mark.parametrize("name", CODED)
+@each("name", CODED)
 def test_codes_of_a_matrix_make_the_packers_bytes(name: str, pool: ThreadPool):
     weights, bias = draw(*shape_of(name)), draw(200, seed=1)
     codes = quantize(weights.numpy(), WEIGHT_FORMATS[name])
@@ -53,7 +54,7 @@ def test_codes_of_a_matrix_make_the_packers_bytes(name: str, pool: ThreadPool):
     assert torch.equal(ours.forward(x), theirs.forward(x))
 
 
-@pytest.mark.parametrize("name", CODED)
+@each("name", CODED)
 def test_codes_of_experts_make_the_packers_bytes(name: str, pool: ThreadPool):
     weight_format, hidden, inner = WEIGHT_FORMATS[name], 128, 256
     ours, theirs = (
@@ -79,7 +80,7 @@ def test_codes_of_experts_make_the_packers_bytes(name: str, pool: ThreadPool):
     assert torch.equal(split.forward(x, ids, weights), whole.forward(x, ids, weights))
 
 
-@pytest.mark.parametrize("name", ["int8g32", "int4g64", "mxfp4", "fp8row"])
+@each("name", ["int8g32", "int4g64", "mxfp4", "fp8row"])
 def test_stacked_and_selected_rows_are_those_of_the_whole(name: str):
     whole = quantize(draw(12, 128).numpy(), WEIGHT_FORMATS[name])
     parts = [select_rows(whole, slice(a, a + 4)) for a in (0, 4, 8)]
@@ -96,7 +97,7 @@ def damage(matrix: QuantizedMatrix, what: str, value: float) -> QuantizedMatrix:
     return QuantizedMatrix(matrix.weight_format, arrays["codes"], arrays["scales"], minima)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "what", "value"),
     [
         ("int4g32", "codes", 16),

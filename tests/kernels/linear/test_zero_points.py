@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.errors import UnsupportedError
 from tandem.kernels.cpu.linear import PackedLinear, count_bytes
@@ -80,7 +81,7 @@ def test_packed_size_is_that_of_the_checkpoint(size: int):
     assert weight_format.bits_per_weight * outs * inputs / 8 == stored
 
 
-@pytest.mark.parametrize("zero", [16, -1, 0.5, 1.5, 7.25, np.nan, np.inf])
+@each("zero", [16, -1, 0.5, 1.5, 7.25, np.nan, np.inf])
 def test_what_is_no_zero_point_is_refused(zero: float, pool: ThreadPool):
     matrix = draw(64)
     assert matrix.minima is not None

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.kernels.cpu.execution import CpuExecution
@@ -21,8 +22,8 @@ from tandem.kernels.oracles import delta
 from tandem.kernels.torch.execution import TorchExecution
 
 ISAS = _native.kernel_isas()
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-every_isa = pytest.mark.parametrize("isa", ISAS)
+both_dtypes = each("dtype", [torch.float32, torch.bfloat16])
+every_isa = each("isa", ISAS)
 SHAPES = {"odd": (1, 3, 5, 7, 4), "narrow": (2, 4, 16, 40, 2), "family": (2, 4, 128, 128, 4)}
 SHAPES |= {"items": (1, 3, 5, 7, 4), "narrow items": (2, 4, 16, 40, 2), "kimi": (2, 2, 128, 128, 4)}
 """Key heads, value heads, sizes of their heads, convolution width."""
@@ -126,7 +127,7 @@ def count_all_outside(rule, rows, out, slots, wide, count_outside):
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@each("shape", SHAPES)
 def test_native(isa, dtype, shape, draw, wide, count_outside):
     rule = make_rule(draw, shape)
     rows = make_rows(draw, rule, [40, 5], dtype)
@@ -137,8 +138,8 @@ def test_native(isa, dtype, shape, draw, wide, count_outside):
 OPTIONS = [("narrow", {"beta_scale": 2.0}), ("narrow items", {"gate": "sigmoid"})]
 
 
-@pytest.mark.parametrize(("shape", "options"), OPTIONS, ids=str)
-@pytest.mark.parametrize("execution", [CpuExecution(), TorchExecution()], ids=["cpu", "torch"])
+@each(("shape", "options"), OPTIONS)
+@each("execution", [CpuExecution(), TorchExecution()])
 @both_dtypes
 def test_executions(execution, shape, options, dtype, draw, wide, count_outside):
     """Gates in float32 beside rows of another dtype; the options of other families."""
@@ -231,7 +232,7 @@ def swap_channels(conv, keys):
 
 
 @both_dtypes
-@pytest.mark.parametrize(("shape", "name"), CASES)
+@each(("shape", "name"), CASES)
 def test_mutants(shape, name, dtype, draw, wide, count_outside):
     rule = make_rule(draw, shape)
     rows = make_rows(draw, rule, [30, 6], dtype)
@@ -248,7 +249,7 @@ def test_mutants(shape, name, dtype, draw, wide, count_outside):
 
 
 @both_dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@each("shape", SHAPES)
 def test_chunks_batches_threads_and_isas_change_no_bit(shape, dtype, draw):
     rule = make_rule(draw, shape)
     lengths = [70, 1, 37]
@@ -294,8 +295,8 @@ def test_slots_of_others_stay(draw):
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("fill", [0.0, 1e30, -1e30, math.inf, -math.inf])
-@pytest.mark.parametrize("shape", ["narrow", "items"])
+@each("fill", [0.0, 1e30, -1e30, math.inf, -math.inf])
+@each("shape", ["narrow", "items"])
 def test_extreme_gates_leave_numbers(isa, dtype, shape, fill, draw, wide, count_outside):
     """Decays of 0 and 1, betas of 0 and 1: forgetting all, keeping all."""
     rule = make_rule(draw, shape)

@@ -8,6 +8,7 @@ no bit. Through the layer: the gradients of its rows against torch's formula.
 import pytest
 import torch
 
+from each import each
 from tandem import _native
 from tandem.kernels.cpu.delta_scan import NativeScan
 from tandem.kernels.cpu.execution import CpuExecution
@@ -58,8 +59,8 @@ def find_far(got, want, bound):
     ]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("tokens", [1, 32, 75])
+@each("shape", SHAPES)
+@each("tokens", [1, 32, 75])
 def test_native_scan(shape, tokens, draw):
     inputs, state = draw_inputs(draw, shape, tokens)
     d_out = draw(*inputs[2].shape, dtype=torch.float32)
@@ -72,8 +73,8 @@ def test_native_scan(shape, tokens, draw):
     assert find_far(got, want, bound) == []
 
 
-@pytest.mark.parametrize("shape", ["narrow", "narrow items"])
-@pytest.mark.parametrize("isa", _native.kernel_isas())
+@each("shape", ["narrow", "narrow items"])
+@each("isa", _native.kernel_isas())
 def test_every_isa(isa, shape, draw):
     inputs, state = draw_inputs(draw, shape, 40)
     d_out = draw(*inputs[2].shape, dtype=torch.float32)

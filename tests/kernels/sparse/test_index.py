@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from each import each
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.kernels import tolerance
@@ -68,8 +69,8 @@ class Blocks:
         return scores.masked_fill(~seen, -math.inf)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize(("kv_format", "dtype"), TYPES, ids=["f32", "bf16", "int8", "fp8"])
+@each("isa", ISAS)
+@each(("kv_format", "dtype"), TYPES)
 def test_choices_are_those_of_float64_and_attention_sees_them_alone(kv_format, dtype, isa):
     blocks = Blocks(kv_format, dtype, isa=isa)
     q = blocks.draw(NUM_QUERIES, INDEX_HEADS, DIM)

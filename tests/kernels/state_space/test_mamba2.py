@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from each import each
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.kernels.gated_delta import StateSlots
@@ -21,8 +22,8 @@ from tandem.kernels.state_space.rules import Mamba2Rule, StateRows
 from tandem.kernels.state_space.torch_form import run_mamba2
 
 ISAS = _native.kernel_isas()
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-every_isa = pytest.mark.parametrize("isa", ISAS)
+both_dtypes = each("dtype", [torch.float32, torch.bfloat16])
+every_isa = each("isa", ISAS)
 SHAPES = {"odd": (3, 7, 1, 5, 4), "narrow": (4, 40, 2, 16, 2), "family": (8, 64, 2, 128, 4)}
 """Heads, items of a head, groups, items of B and C, convolution width."""
 
@@ -106,10 +107,8 @@ def count_all_outside(weights, rule, parts, rows, out, slots, wide, count_outsid
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "options", [{}, {"conv_bias_C": None, "dt_limits": (0, math.inf)}], ids=str
-)
+@each("shape", SHAPES)
+@each("options", [{}, {"conv_bias_C": None, "dt_limits": (0, math.inf)}])
 def test_native(isa, dtype, shape, options, draw, wide, count_outside):
     rule = make_rule(draw, shape, **options)
     parts, rows = make_rows(draw, rule, [40, 5], dtype)
@@ -190,7 +189,7 @@ MUTANTS = {
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", MUTANTS)
+@each("name", MUTANTS)
 def test_mutants(name, dtype, draw, wide, count_outside):
     rule = make_rule(draw, "narrow")
     weights = to_oracle(rule, wide)
@@ -203,7 +202,7 @@ def test_mutants(name, dtype, draw, wide, count_outside):
 
 
 @both_dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@each("shape", SHAPES)
 def test_chunks_batches_threads_and_isas_change_no_bit(shape, dtype, draw):
     rule = make_rule(draw, shape)
     lengths = [70, 1, 37]
@@ -250,7 +249,7 @@ def test_slots_of_others_stay(draw):
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("fill", [0.0, 1e30, -1e30, math.inf, -math.inf])
+@each("fill", [0.0, 1e30, -1e30, math.inf, -math.inf])
 def test_extreme_steps_leave_numbers(isa, dtype, fill, draw, wide, count_outside):
     """Steps at both limits: forgetting much, keeping much."""
     rule = make_rule(draw, "narrow")

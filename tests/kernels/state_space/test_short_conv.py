@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from each import each
 from tandem import _native
 from tandem.core.errors import ConfigError, ShapeError
 from tandem.kernels.gated_delta import StateSlots
@@ -20,8 +21,8 @@ from tandem.kernels.state_space.rules import ShortConvRule, StateRows
 from tandem.kernels.state_space.torch_form import run_short_conv
 
 ISAS = _native.kernel_isas()
-both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
-every_isa = pytest.mark.parametrize("isa", ISAS)
+both_dtypes = each("dtype", [torch.float32, torch.bfloat16])
+every_isa = each("isa", ISAS)
 SHAPES = {"odd": (7, 4), "narrow": (67, 2), "family": (512, 3)}
 """Channels, width."""
 
@@ -68,8 +69,8 @@ def count_all_outside(rule, x, rows, out, wide, count_outside):
 
 @every_isa
 @both_dtypes
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("has_bias", [True, False], ids=["bias", "plain"])
+@each("shape", SHAPES)
+@each("has_bias", [True, False])
 def test_native(isa, dtype, shape, has_bias, draw, wide, count_outside):
     rule = make_rule(draw, shape, has_bias)
     x, rows = make_rows(draw, rule, [40, 1, 5], dtype)
@@ -103,7 +104,7 @@ MUTANTS = {
 
 
 @both_dtypes
-@pytest.mark.parametrize("name", MUTANTS)
+@each("name", MUTANTS)
 def test_mutants(name, dtype, draw, wide, count_outside):
     rule = make_rule(draw, "narrow")
     right = ShortConvRule(rule.conv_WC.clone(), rule.bias_C.clone())
@@ -115,7 +116,7 @@ def test_mutants(name, dtype, draw, wide, count_outside):
 
 
 @both_dtypes
-@pytest.mark.parametrize("shape", SHAPES)
+@each("shape", SHAPES)
 def test_chunks_batches_threads_and_isas_change_no_bit(shape, dtype, draw):
     rule = make_rule(draw, shape)
     lengths = [170, 1, 37]
