@@ -606,7 +606,8 @@ async def change_leaders(seed: int, kind: str, num_changes: int) -> tuple[list[s
     return world.violations, world
 
 
-@pytest.mark.parametrize("kind", ["stop", "kill"])
+# Leaders that are killed are real ones in tests/store/processes/test_store_leaders.py.
+@pytest.mark.parametrize("kind", ["stop", pytest.param("kill", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 def test_leaders_that_change_make_nothing_absent_and_undo_no_removal(seed, kind):
     violations, world = run_virtual(lambda: change_leaders(seed, kind, 6))

@@ -428,15 +428,16 @@ def simulate(seed: int, *, num_ops: int = 40) -> Run:
 
 @pytest.mark.parametrize(
     "first",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n >= 20)) for n in range(0, 100, 20)],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n >= 10)) for n in range(0, 100, 10)],
 )
 def test_seeds(first):
+    """Ten have each kind of faults, with and without disks."""
     num_known = 0
-    for seed in range(first, first + 20):
+    for seed in range(first, first + 10):
         run = simulate(seed)
         assert run.world.steps >= 500, f"seed {seed} had only {run.world.steps} steps"
         num_known += run.known
-    assert num_known > 100, "clients read from places that they remember"
+    assert num_known > 50, "clients read from places that they remember"
 
 
 @pytest.mark.slow
@@ -549,7 +550,7 @@ def test_a_crash_at_a_sample_of_steps(victim, inline):
     assert num_steps > 150
     assert counters.objects_evicted > 0
     assert counters.replicas_copied > 0
-    for step in range(1, num_steps, 67):
+    for step in range(1, num_steps, 131):
         play_scenario(victim, step, inline=inline)
 
 
@@ -560,7 +561,7 @@ def test_a_crash_at_a_sample_of_steps_with_disks(victim):
     counters, num_steps = whole.world.master.state.counters, whole.num_steps
     assert counters.objects_demoted > 0
     assert counters.objects_promoted > 0
-    for step in range(1, num_steps, 73):
+    for step in range(1, num_steps, 147):
         play_scenario(victim, step, has_disks=True)
 
 
@@ -628,7 +629,7 @@ def test_mutants_are_caught(name, monkeypatch):
         monkeypatch.setattr(owner, attribute, replacement)
     caught = []
     # Every other five have disks. A writer that is late enough comes in few seeds.
-    first = 115 if "disk" in name else 80 if "writer" in name else 0
+    first = 115 if "disk" in name else 112 if "writer" in name else 0
     for seed in range(first, first + 100):
         if "disk" in name and not seed // 5 % 2:
             continue
