@@ -69,7 +69,7 @@ def run_compat_check(check: CompatCheck, theirs: Identity, ours: Identity) -> No
     """Run the check function of this endpoint's user on the identities of both sides. Any exception
     that it raises refuses the peer.
 
-    Raises: TandemError.
+    Raises: the check's own TandemError; InternalError for any other exception of the check.
     """
     try:
         check(theirs, ours)

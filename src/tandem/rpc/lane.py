@@ -31,8 +31,8 @@ class LaneAnswer(Protocol):
     def wait(self, deadline_s: float) -> bytes:
         """Wait for the answer, for ``deadline_s`` at most.
 
-        Raises: DeadlineError; any other TandemError if the lane (a channel beside a session's
-            socket) is lost.
+        Raises: DeadlineError if it does not come in time; any other TandemError if the lane (a
+            channel beside a session's socket) is lost.
         """
         ...
 
@@ -110,8 +110,9 @@ class Lanes(Protocol):
         ...
 
     def open(self, address: str, timeout_s: float) -> Awaitable[Lane]:
-        """Open a lane (a channel for calls beside the socket) to the process at an address. Raises:
-        a TandemError.
+        """Open a lane (a channel for calls beside the socket) to the process at an address.
+
+        Raises: a TandemError if it cannot be opened, or not in time.
         """
         ...
 
@@ -174,7 +175,9 @@ class LaneRouter:
 
     async def open(self, offer: LaneOffer) -> Lane:
         """Open a lane (a channel for calls beside the socket) to the address that the other side
-        offered. Raises: a TandemError.
+        offered.
+
+        Raises: a TandemError if it cannot be opened, or not in time.
         """
         return await self._lanes.open(offer.address, OPEN_TIMEOUT_S)
 

@@ -61,7 +61,11 @@ class _Sent(Generic[T, Waiting]):
     """
 
     def read(self, answer: Reply | Fault | bytes) -> T:
-        """Return the decoded answer. Raises: the error in the answer; CorruptionError."""
+        """Return the decoded answer.
+
+        Raises: the error in the answer; CorruptionError if it is no answer, or not of the method's
+            type.
+        """
         frame = decode_frame(answer) if isinstance(answer, bytes) else answer
         if isinstance(frame, Fault):
             raise make_error(frame.code, frame.where, frame.what, frame.field)

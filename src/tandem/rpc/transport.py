@@ -268,7 +268,8 @@ class Transport:
             or_end: True to end the session if the window is full, because nobody on this side
                 learns of the error.
 
-        Raises: PeerLostError; UnsentError if the window or the socket's queue is full.
+        Raises: PeerLostError if the connection is gone; UnsentError if the window or the socket's
+            queue is full.
         """
         self._admit(data, or_end=or_end)
         if self._outbox:

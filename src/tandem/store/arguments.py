@@ -25,7 +25,7 @@ MAX_SOFT_PIN_MS = 2**32 - 1
 def check_keys(keys: Iterable[str], *, field: str = "key") -> None:
     """Check that keys are strings that UTF-8 can encode; a lone surrogate is not.
 
-    Raises: ConfigError.
+    Raises: ConfigError (one is not).
     """
     try:
         if all(map(str.isascii, keys)):
@@ -40,7 +40,7 @@ def check_keys(keys: Iterable[str], *, field: str = "key") -> None:
 
 
 def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
-    """Check that each range is a pair of integers >= 0. Raises: ConfigError."""
+    """Check that each range is a pair of integers >= 0. Raises: ConfigError (one is not)."""
     try:
         is_good = all(
             operator.index(offset) >= 0 and operator.index(length) >= 0 for offset, length in ranges
@@ -52,7 +52,10 @@ def check_ranges(ranges: Sequence[tuple[int, int]]) -> None:
 
 
 def check_replicas(replicas: object) -> None:
-    """Check that a replica count fits in an object's header. Raises: ConfigError."""
+    """Check that a replica count fits in an object's header.
+
+    Raises: ConfigError (it does not, or is not an integer).
+    """
     if not isinstance(replicas, int) or not 1 <= replicas <= MAX_REPLICAS:
         raise ConfigError(
             "store.put", f"{replicas} replicas: give 1 to {MAX_REPLICAS}", field="replicas"

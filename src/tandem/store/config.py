@@ -61,7 +61,7 @@ class StoreElectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     def __post_init__(self) -> None:
         """Check bounds, and conditions that bounds cannot express.
 
-        Raises: ConfigError.
+        Raises: ConfigError (a setting breaks one; the message names it).
         """
         check_bounds(self, "store.election")
         bad = [url for url in self.endpoints if not url.startswith(("http://", "https://"))]
@@ -217,7 +217,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         """Check bounds, and conditions that bounds cannot express.
 
-        Raises: ConfigError.
+        Raises: ConfigError (a setting breaks one; the message names it).
         """
         check_bounds(self, "store")
         check_text(self.secret, "store.secret")

@@ -58,7 +58,7 @@ class MasterChannel(Protocol):
         ...
 
     async def wait_connected(self, timeout_s: float) -> object:
-        """Wait until a session with a master exists. Raises: DeadlineError."""
+        """Wait until a session with a master exists. Raises: DeadlineError (none in time)."""
         ...
 
 

@@ -43,7 +43,8 @@ class StoreClient:
         config: the master's address, and limits.
         rpc: settings of the control channel.
 
-    Raises: PeerLostError or DeadlineError if there is no master; PermissionDeniedError.
+    Raises: PeerLostError or DeadlineError if there is no master; PermissionDeniedError if the
+        master does not trust this process.
     """
 
     def __init__(self, config: StoreConfig | None = None, rpc: RpcConfig | None = None) -> None:

@@ -151,9 +151,10 @@ class Batch:
             deadline_s: seconds from now; None for the batch's own deadline. The batch ends when it
                 passes.
 
-        Raises: DeadlineError; PeerLostError; CancelledError; NotFoundError, PermissionDeniedError
-            or ConfigError if the peer refused a range; UnsupportedError if no allowed transport
-            reaches it; ConflictError in a forked child.
+        Raises: DeadlineError if the deadline passes first; PeerLostError if the peer is lost;
+            CancelledError if the batch was cancelled or the engine closed; NotFoundError,
+            PermissionDeniedError or ConfigError if the peer refused a range; UnsupportedError if no
+            allowed transport reaches it; ConflictError in a forked child.
         """
         self._core.wait(deadline_s)
 

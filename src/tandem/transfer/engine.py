@@ -81,7 +81,8 @@ class TransferEngine:
     Args:
         config: without a ``secret`` this engine cannot be reached and can open no segment.
 
-    Raises: ConfigError; ConflictError (an address is in use); CapacityError (threads, files).
+    Raises: ConfigError (a setting does not fit this host); ConflictError (an address is in use);
+        CapacityError (no more threads or files).
     """
 
     def __init__(self, config: TransferConfig | None = None) -> None:

@@ -188,8 +188,8 @@ def write_secret(path: Path, secret: str) -> None:
 def read_secret(path: Path) -> str:
     """Read a secret from a file that only this user can read.
 
-    Raises: NotFoundError; PermissionDeniedError unless the file is regular, owned by this user and
-        of mode 0600 or less; ConfigError if it is no text or too long.
+    Raises: NotFoundError if it does not exist; PermissionDeniedError unless it is regular, owned by
+        this user and of mode 0600 or less; ConfigError if it is no text or too long.
     """
     try:
         return _read_private(path, MAX_SECRET_BYTES).decode().strip()

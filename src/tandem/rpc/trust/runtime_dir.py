@@ -147,7 +147,7 @@ def check_socket_free(path: Path) -> None:
     ZeroMQ unlinks the path before it binds: a second server would silently take over, and a file
     would be lost.
 
-    Raises: ConflictError.
+    Raises: ConflictError (the path is refused).
     """
     try:
         mode = path.lstat().st_mode

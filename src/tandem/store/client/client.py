@@ -186,7 +186,9 @@ class AsyncStoreClient:
         """Store objects. Return one result for each key, which may be an error. Space is reserved
         for all or none.
 
-        Raises: errors of the whole batch: ConfigError, CapacityError, PeerLostError ...
+        Raises: errors of the whole batch: ConfigError (not as many values as keys, a bad key, or
+            beyond a limit); CapacityError (no space in time); PeerLostError or DeadlineError (the
+            master or hosts do not answer).
         """
         if len(keys) != len(values):
             raise ConfigError("store.put", f"{len(keys)} keys, {len(values)} values")
@@ -209,7 +211,7 @@ class AsyncStoreClient:
 
     def _within(self, items: "Iterable[T]", deadline_s: float) -> "Iterator[T]":
         """Yield the items of a batch, and check after each slice of them that the deadline has not
-        passed. Raises: DeadlineError.
+        passed. Raises: DeadlineError (it has).
         """
         for i, item in enumerate(items):
             if i % ITEMS_AT_ONCE == 0:
@@ -260,8 +262,8 @@ class AsyncStoreClient:
     async def get(self, key: str) -> bytes:
         """Return the value of a key.
 
-        Raises: NotFoundError; CorruptionError if every replica is corrupt; PeerLostError or
-            DeadlineError if none can be reached.
+        Raises: NotFoundError if it has no object; CorruptionError if every replica is corrupt;
+            PeerLostError or DeadlineError if none can be reached.
         """
         return take_only(await self.get_many([key]))
 
@@ -338,7 +340,7 @@ class AsyncStoreClient:
         return list(map(bool, found.flags))
 
     async def size(self, key: str) -> int:
-        """Return the size of a value in bytes. Raises: NotFoundError."""
+        """Return the size of a value in bytes. Raises: NotFoundError (the key has no object)."""
         return take_only(await self.size_many([key]))
 
     async def size_many(self, keys: Sequence[str]) -> "list[int | TandemError]":
@@ -420,15 +422,20 @@ class AsyncStoreClient:
         return await self._calls.simple("status", None, StoreStatus)
 
     async def drain(self, host: str) -> None:
-        """Start to move all objects off a host. ``status`` shows the end. Raises: NotFoundError."""
+        """Start to move all objects off a host. ``status`` shows the end.
+
+        Raises: NotFoundError (no host of this name is connected).
+        """
         check_keys([host], field="host")
         await self._calls.simple("drain", DrainHost(host), Ack)
 
     async def retire(self, host: str) -> None:
         """Retire a host that is gone for good, so that nothing waits for it.
 
-        Its objects are dropped if it returns nevertheless. Raises: NotFoundError; ConflictError if
-        it is connected.
+        Its objects are dropped if it returns nevertheless.
+
+        Raises: NotFoundError if the store has no host of this name, or it was retired before;
+            ConflictError if it is connected.
         """
         await self._calls.simple("retire", RetireHost(host), Ack)
 

@@ -150,7 +150,7 @@ class MasterCalls:
         """Call the master, and repeat while it is away. Every request is harmless when it arrives
         twice.
 
-        Raises: DeadlineError; the master's errors.
+        Raises: DeadlineError (no answer by the deadline); the master's errors.
         """
         while True:
             left_s = self.left_s(deadline_s)
@@ -182,7 +182,7 @@ class MasterCalls:
         )
 
     def left_s(self, deadline_s: float) -> float:
-        """Return the seconds left until a deadline. Raises: DeadlineError."""
+        """Return the seconds left until a deadline. Raises: DeadlineError (none is left)."""
         left_s = deadline_s - self.clock.now_s()
         if left_s <= 0:
             raise DeadlineError(

@@ -269,7 +269,7 @@ def encode_bytes(data: bytes) -> str:
 
 
 def decode_value(pair: KeyValue) -> bytes:
-    """Return the decoded value of a key. Raises: CorruptionError."""
+    """Return the decoded value of a key. Raises: CorruptionError (it is not in base64)."""
     try:
         return base64.b64decode(pair.value, validate=True)
     except binascii.Error:

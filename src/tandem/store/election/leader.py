@@ -104,7 +104,8 @@ class LeaderClient:
     async def wait_connected(self, timeout_s: float) -> object:
         """Wait for a session with a leader.
 
-        Raises: DeadlineError; the refusal, if all masters refuse this process.
+        Raises: DeadlineError (nobody leads in time); the refusal, if all masters refuse this
+            process.
         """
         try:
             async with asyncio.timeout(timeout_s):

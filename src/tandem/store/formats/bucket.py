@@ -94,7 +94,7 @@ def parse_folder_id(data: bytes) -> bytes:
     """Return the id of the folder that a bucket (a file of many objects) belongs to, from its first
     bytes.
 
-    Raises: CorruptionError, UnsupportedError.
+    Raises: CorruptionError if they are no bucket's; UnsupportedError (version).
     """
     return BUCKET.unpack(parse_head(data, BUCKET_MAGIC, BUCKET.size, "a bucket").copies[0])[3]
 
@@ -130,7 +130,8 @@ def pack_index(number: int, records: Sequence[Record]) -> bytes:
 def parse_index(data: bytes, number: int) -> list[Record]:
     """Read the index file of a bucket: the place and header of each object in it.
 
-    Raises: CorruptionError; the bucket itself can be read instead. UnsupportedError (version).
+    Raises: CorruptionError if it is damaged or another bucket's; the bucket itself can be read
+        instead. UnsupportedError (version).
     """
     head = parse_head(data, INDEX_MAGIC, INDEX.size, f"the index of bucket {number}")
     if head.is_damaged:  # The caller reads the bucket itself, and writes a whole index.

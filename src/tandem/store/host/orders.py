@@ -147,7 +147,7 @@ class HostOrders:
         """Check an order of a master: refuse it if a newer master was seen, or if it is late or
         repeated.
 
-        Raises: ConflictError.
+        Raises: ConflictError (it is refused).
         """
         if not self.segment.epoch <= order.epoch <= MAX_EPOCH or order.session != self.session:
             raise ConflictError(
@@ -240,8 +240,8 @@ class HostOrders:
         """Run ``work``, which brings an object into the extent (range of memory) at ``offset``.
         Cancel it if the extent is wiped or the call is cancelled.
 
-        Raises: ConflictError if another such work runs for the extent; CancelledError; the errors
-            of ``work``.
+        Raises: ConflictError if another such work runs for the extent; CancelledError if this one
+            was cancelled; the errors of ``work``.
         """
         if offset in self.pulls:
             work.close()

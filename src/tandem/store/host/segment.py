@@ -72,8 +72,8 @@ class HostSegment(SegmentFile):
     def repin(self, offset: int, *, hard: bool, soft_pin_ms: int) -> None:
         """Replace the pins of the object at ``offset``.
 
-        Raises: NotFoundError; CorruptionError if the header is corrupt; ConfigError
-            (``soft_pin_ms``).
+        Raises: CorruptionError if there is no intact header; ConfigError if ``soft_pin_ms`` does
+            not fit in one.
         """
         header = self.read_header(offset)._replace(hard_pin=hard, soft_pin_ms=soft_pin_ms)
         # Clear the mark (the byte that says that an object begins here) and write the header anew:

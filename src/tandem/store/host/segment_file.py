@@ -300,8 +300,9 @@ def _data_offset(capacity_bytes: int) -> int:
 
 
 def check_folder(folder: Path) -> None:
-    """Create a folder that only this user can enter, or check an existing one. Raises:
-    PermissionDeniedError.
+    """Create a folder that only this user can enter, or check an existing one.
+
+    Raises: PermissionDeniedError (it is no folder, another user's, or others can enter it).
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()

@@ -32,7 +32,9 @@ class Adoption:
 
     def take_page(self, host: HostSpace, records: ExtentRecords, *, is_disk: bool) -> None:
         """Add the objects on one page of a joining host's inventory (its list of objects, in memory
-        or on its disk) to the directory, or have the host remove them. Raises: CorruptionError.
+        or on its disk) to the directory, or have the host remove them.
+
+        Raises: CorruptionError (the columns of the page differ in length).
         """
         if not is_disk and self._adopt_columns(host, records):
             return

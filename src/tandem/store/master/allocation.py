@@ -224,7 +224,10 @@ def _can_fit(capacities: Sequence[int], lengths: Sequence[int]) -> bool:
 
 
 def check_pin(soft_pin_ms: int) -> None:
-    """Check that a soft pin, in milliseconds, fits in an object's header. Raises: ConfigError."""
+    """Check that a soft pin, in milliseconds, fits in an object's header.
+
+    Raises: ConfigError (it does not).
+    """
     if not 0 <= soft_pin_ms <= MAX_SOFT_PIN_MS:
         raise ConfigError(
             "store.pin", f"a soft pin of {soft_pin_ms} ms: give 0 to 2^32 - 1", field="soft_s"
@@ -232,7 +235,10 @@ def check_pin(soft_pin_ms: int) -> None:
 
 
 def _check_key(key: str, config: StoreConfig) -> None:
-    """Check that a key is not empty, not too long, and valid text. Raises: ConfigError."""
+    """Check that a key is not empty, not too long, and valid text.
+
+    Raises: ConfigError (it is not).
+    """
     try:
         size_bytes = len(key.encode())
     except UnicodeEncodeError:

@@ -210,7 +210,7 @@ class Departures:
         """Have a host verify the checksum of its copy, and remove a corrupt copy.
 
         Returns: False if the copy is corrupt; True if it is intact or absent.
-        Raises: PeerLostError, DeadlineError.
+        Raises: PeerLostError (the host has no session); DeadlineError (it does not answer).
         """
         state = self._state
         row = state.directory.find(key)

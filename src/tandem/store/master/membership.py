@@ -173,7 +173,11 @@ class Membership:
         self.retire_host(self.hosts[lost])
 
     async def retire(self, _: Caller, request: RetireHost) -> Ack:
-        """Retire an absent host. Raises: NotFoundError; ConflictError if it is connected."""
+        """Retire an absent host.
+
+        Raises: NotFoundError if there is no host of this name, or it was retired before;
+            ConflictError if it is connected.
+        """
         await self._awaited.is_loaded.wait()
         host = self.hosts.get(request.name)
         if host is None or host.is_retired:
@@ -224,7 +228,10 @@ class Membership:
     # The methods below begin and end the sessions of hosts, and take their reports.
 
     async def drain(self, _: Caller, request: DrainHost) -> Ack:
-        """Start to move all objects off a host. Raises: NotFoundError."""
+        """Start to move all objects off a host.
+
+        Raises: NotFoundError (no host of this name is connected).
+        """
         host = self.hosts.get(request.name)
         if host is None or host.caller is None:
             raise NotFoundError("store.drain", f"no host {request.name!r}", field="name")

@@ -449,7 +449,7 @@ class PutBatch:
         """Wait until the tombstones (durable notes that replaced objects are dead) that this batch
         may need fit below the limit.
 
-        Raises: CapacityError.
+        Raises: CapacityError (they do not in time).
         """
         if self._burials.is_whole or not (count := len(self._find_replaced())):
             return

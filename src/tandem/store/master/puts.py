@@ -53,7 +53,10 @@ class Puts:
 
     def put_inline(self, caller: Caller, request: PutInline) -> Kept:
         """Put a batch whose values come with the request. The answer has a ``CommitStatus`` byte
-        for each object. Raises: CapacityError, ConfigError.
+        for each object.
+
+        Raises: CapacityError (no space in time); ConfigError (the request exceeds a limit, or its
+            checksums or values do not fit its keys).
         """
         check_present(caller)
         client, lengths = caller.instance_id, self._allocation.check_batch(request)

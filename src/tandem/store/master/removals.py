@@ -71,7 +71,8 @@ class Removals:
     async def _wait_room(self, count: int) -> None:
         """Wait until ``count`` more tombstones (durable notes of removals) fit below the limit,
         before anything is removed.
-        Raises: CapacityError.
+
+        Raises: CapacityError (they do not in time).
         """
         if not self._burials.is_whole:
             await self._burials.wait_room(count, self._state.config.put_wait_ms / 1e3)

@@ -61,7 +61,8 @@ class Writers:
         """Return the address where the segment begins for this client's writes. The host is asked
         once, however often this is called in a session.
 
-        Raises: PeerLostError, DeadlineError.
+        Raises: PeerLostError (the host was lost, or the client was shut out); DeadlineError (the
+            host does not answer).
         """
         writer = self._writer(client)
         try:
