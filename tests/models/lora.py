@@ -1,4 +1,4 @@
-"""Random LoRA adapters, written by PEFT itself, and its model as the oracle."""
+"""Random LoRA adapters, written by PEFT itself, and its model as the oracle; what they hold."""
 
 import copy
 import warnings
@@ -6,6 +6,8 @@ import warnings
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import transformers_weight_conversion
+
+from tandem.kernels.operators import lora
 
 ROUTED = (".experts", ".gate", ".router", "lm_head", "shared_expert_gate")
 
@@ -46,3 +48,21 @@ def make_adapter(model, folder, monkeypatch, *, seed=1, rank=4, targets=None, **
         warnings.simplefilter("ignore")
         tuned.save_pretrained(folder)
     return tuned
+
+
+def count_bytes(tensors):
+    """Bytes of the memory of tensors, memory that several share counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def record_views(monkeypatch):
+    """Return a list of all tensors that native kernels are given from now on as LoRA factors."""
+    given, view_tensor = [], lora.view_tensor
+
+    def view(tensor):
+        given.append(tensor)
+        return view_tensor(tensor)
+
+    monkeypatch.setattr(lora, "view_tensor", view)
+    return given

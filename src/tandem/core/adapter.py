@@ -41,7 +41,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_modules: Annotated[int, Meta(ge=1)]
     """Number of linear modules that the adapter changes."""
     size_bytes: Annotated[int, Meta(ge=0)]
-    """Memory that the loaded adapter takes, in bytes."""
+    """Bytes of its LoRA factors in the model's dtype, without the padding that kernels want."""
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,14 +49,16 @@ class AdapterTable:
     def load_first(
         self, sources: Sequence[AdapterSource]
     ) -> tuple[list[AdapterInfo], dict[str, str]]:
-        """Load an instance's first adapters; return the loaded ones, and errors by name of the
-        others.
+        """Load an instance's first adapters, before its first step; return the loaded ones, and
+        errors by name of the others.
         """
         loaded: list[AdapterInfo] = []
         failures: dict[str, str] = {}
         for source in sources:
             try:
-                loaded.append(self.load(source))
+                info = self.load(source)
+                self._model.place(info.digest)
+                loaded.append(info)
             except TandemError as error:
                 logger.exception("event=adapter_refused name=%r", source.name)
                 failures[source.name] = error.what

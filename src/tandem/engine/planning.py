@@ -35,6 +35,7 @@ from tandem.engine.own import list_own_rows, plan_own_memory
 from tandem.kernels.calibration import Calibration, find_kept
 from tandem.kernels.devices import open_device
 from tandem.kernels.latents.file import open_unnamed
+from tandem.models.adapter_plan import AdapterPlan, plan_adapters
 from tandem.models.config import ModelConfig
 from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, plan_tier
 from tandem.models.loading.hub import resolve_folder
@@ -124,6 +125,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     forecast: Forecast | None
     """Predicted speeds; None if this machine was not measured."""
     rejected: tuple[Choice, ...]
+    adapters: AdapterPlan | None = None
+    """Memory of the LoRA adapters; None: none can be loaded."""
     lanes: LanePlan | None = None
     """Division of the routed experts between host and device; None if they do not share them."""
 
@@ -150,6 +153,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
                 f"{spec.num_parameters:,} parameters",
             ),
             *_tell_tier(model),
+            *([] if self.adapters is None else self.adapters.tell()),
             ("dtype", spec.dtype, spec.dtype_reason),
         ]
         context = ("context", f"{self.config.max_model_len} tokens", kv.max_model_len_reason)
@@ -288,6 +292,11 @@ def plan_engine(
     if engine_config.memory_bytes:
         # The interpreter and a step's scratch memory count against ``engine.memory_bytes`` too.
         available = max(0, min(available, engine_config.memory_bytes - RUNTIME_BYTES))
+    adapters = plan_adapters(model, model_config)
+    adapter_bytes = 0 if adapters is None else adapters.size_bytes
+    device = open_device(model.device)
+    if device.is_host:
+        available = max(0, available - adapter_bytes)
     left = _share_memory(
         available * num_siblings, model.host_bytes, count_mapped_bytes(model), num_siblings
     )
@@ -295,12 +304,16 @@ def plan_engine(
         model = _plan_tier(model, model_config, engine_config, available)
         left, fraction = available - (model.weight_bytes - model.expert_bytes), TIER_KV_FRACTION
     total = topology.memory_total_bytes
-    device = open_device(model.device)
     if not device.is_host:
         # On a device, KV and states lie beside the weights in device memory.
         total, host_left = device.count_free_bytes(), left
         left, fraction = total - (model.weight_bytes - model.host_bytes), DEVICE_FRACTION
         _check_device_weights(model, total, left)
+        left -= adapter_bytes
+        if adapter_bytes and left <= 0:
+            what = f"adapters take {adapter_bytes / GIB:.1f} GiB of {model.device}, "
+            what += f"{-left / GIB:.1f} more than its weights leave: serve fewer"
+            raise ConfigError("engine.plan", what, field="model.adapter")
         if is_shared:
             # The host has a copy of each block, which the store moves.
             left, total = min(left, host_left), min(total, host_left)
@@ -397,6 +410,7 @@ def plan_engine(
         kv=kv,
         states=states,
         latents=latents,
+        adapters=adapters,
         threads_reason=threads_reason,
         deferral_reason=deferral_reason,
         torch_threads=torch_threads,

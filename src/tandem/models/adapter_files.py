@@ -24,7 +24,14 @@ from tandem.models.sources.mapping import map_file
 from tandem.models.sources.safetensors import DTYPES, read_header
 from tandem.models.sources.source import TensorEntry
 
-__all__ = ["MAX_RANK", "AdapterFiles", "ExpertShapes", "LoraWeights", "read_adapter_files"]
+__all__ = [
+    "MAX_RANK",
+    "AdapterFiles",
+    "ExpertShapes",
+    "LoraWeights",
+    "read_adapter_files",
+    "read_adapter_ranks",
+]
 
 WHERE = "models.read_adapter"
 CONFIG_FILE = "adapter_config.json"
@@ -156,6 +163,16 @@ def read_adapter_files(
     modules = {name: weights for name, weights in stored.items() if name not in parameters}
     experts = {parameters[name]: stored[name] for name in stored if name in parameters}
     return AdapterFiles(modules, dict(sorted(experts.items())), _digest({**modules, **experts}))
+
+
+def read_adapter_ranks(folder: Path) -> dict[str, int]:
+    """Return the ranks of an adapter's modules, by dotted name, from the header of its weights.
+
+    Raises: NotFoundError (there are no weights); CorruptionError (their header does not parse, or
+        tensors do not form pairs); UnsupportedError (not plain LoRA in safetensors).
+    """
+    halves = _pair(folder, read_header(_find_file(folder, WEIGHTS_FILE, None)).values())
+    return {name: half["A"].shape[0] for name, half in halves.items() if half["A"].shape}
 
 
 def _find_parameter(

@@ -54,6 +54,7 @@ class ModelAdapters:
         dtype: the model's dtype, to which adapters are rounded.
         context: the model's device.
         max_adapters: most adapters that are loaded at a time.
+        is_captured: True if decode steps are captured in graphs.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class ModelAdapters:
         dtype: torch.dtype,
         context: DeviceContext,
         max_adapters: int,
+        *,
+        is_captured: bool = False,
     ) -> None:
         execution = context.choose_execution(dtype)
         self._device = context.device.torch_device
@@ -69,6 +72,7 @@ class ModelAdapters:
             max_adapters, is_native=execution.is_native, device=self._device, pool=context.pool
         )
         self._dtype = dtype
+        self._is_captured = is_captured
         self._parts: dict[str, AdaptedPart] = {}
         for name, module in skeleton.named_modules():
             if isinstance(module, Operator):
@@ -135,6 +139,15 @@ class ModelAdapters:
             self._loaded[files.digest] = made
             return made
 
+    def place(self, digest: str) -> None:
+        """Move an adapter's factors to fixed addresses now, if steps are captured. The first
+        captured step with the adapter would do it, and until then the factors take memory in
+        addition to what is reserved there. Only before the first step.
+        """
+        if self._is_captured:
+            with self._lock:
+                self._step.place(self._loaded[digest].slot)
+
     def uninstall(self, digest: str) -> None:
         """Free the slot of an adapter at once. The caller ensures that no running step uses it; an
         unknown digest is ignored.
@@ -149,7 +162,7 @@ class ModelAdapters:
         self._step.begin(num_rows, {self._loaded[digest].slot: own for digest, own in rows.items()})
 
     def fix_step(self, size: int) -> int:
-        """Put the factors and rows of the begun step's adapters at fixed addresses, which a
+        """Move the factors and rows of the begun step's adapters to fixed addresses, which a
         captured graph of ``size`` rows reads.
 
         Returns: the number of the memory's layout, as ``StepAdapters.fix``.

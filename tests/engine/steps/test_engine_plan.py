@@ -3,6 +3,8 @@
 import logging
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tandem._native import read_topology, recommend_threads
 from tandem.core.clock import ManualClock
@@ -12,6 +14,7 @@ from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine import planning as building
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.memory import DEFAULT_FRACTION
 from tandem.engine.planning import plan_engine
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -59,6 +62,37 @@ def test_parts_of_experts_are_one_for_each_node():
     rows = {what: (value, why) for what, value, why in split.rows()}
     assert rows["expert parts"][0] == "2"
     assert "copied" in rows["expert parts"][1]
+
+
+def test_adapters_take_memory_from_kv(tmp_path):
+    """What is loaded at the start is counted before it is loaded, and told; what cannot be read is
+    named, and refused when it is loaded.
+    """
+    memory = {"memory": "1280MiB", "max_running": 4096}
+
+    def plan_kv(**model):
+        return plan_engine(ModelConfig(path="demo", **model), EngineConfig(**memory))
+
+    without = plan_kv()
+    assert without.adapters is None
+    places = [place for layer in without.model.layers for place in layer.adapters]
+    tensors = {}
+    for place in places:
+        name = f"base_model.model.{place.module}"
+        tensors[f"{name}.lora_A.weight"] = torch.zeros(1000, place.in_features)
+        tensors[f"{name}.lora_B.weight"] = torch.zeros(place.out_features, 1000)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    planned = plan_kv(adapter=(f"a={tmp_path}", "b=/nowhere"), adapter_folder="/")
+    sizes = sum(tensor.numel() for tensor in tensors.values())
+    assert planned.adapters.num_adapters == 1
+    assert planned.adapters.size_bytes >= 2 * sizes
+    taken = (without.kv.num_blocks - planned.kv.num_blocks) * without.kv.block_bytes
+    fraction = planned.adapters.size_bytes * DEFAULT_FRACTION
+    assert taken == pytest.approx(fraction, abs=2 * without.kv.block_bytes)
+    (row,) = [row for row in planned.rows() if row[0] == "adapters"]
+    assert row[1] == f"1, {planned.adapters.size_bytes / 2**20:.1f} MiB"
+    assert "cannot be read: b" in row[2]
+    assert "loaded while serving are not counted" in row[2]
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])

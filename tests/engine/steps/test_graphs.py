@@ -29,6 +29,8 @@ from tandem.engine.build import build_engine  # noqa: E402
 from tandem.engine.config import EngineConfig  # noqa: E402
 from tandem.kernels.cpu.device import CpuDevice  # noqa: E402
 from tandem.kernels.fake.tape import TapeDevice  # noqa: E402
+from tandem.models.adapter_files import read_adapter_ranks  # noqa: E402
+from tandem.models.adapter_plan import count_adapter_bytes  # noqa: E402
 from tandem.models.config import ModelConfig  # noqa: E402
 from tandem.models.loading import loader  # noqa: E402
 from tandem.placement.experts.cache import LruPolicy  # noqa: E402
@@ -184,10 +186,24 @@ def list_layouts(built):
     return {layout for _, (_, layout) in built.model._hybrid._batches}
 
 
+def count_held(built):
+    """Bytes of the LoRA factors that torch's operators have, shared memory counted once."""
+    tensors = []
+    for matrix in built.model.adapters._step.matrices:
+        for parts in matrix._parts.values():
+            tensors += [tensor for part in parts for tensor in (part.a_RK, part.b_NR)]
+        if matrix._factors is not None:
+            factors = matrix._factors
+            tensors += [factors._a_PHRK, factors._b_PHRN, factors._scale_PHR]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def check_adapters(device, folder, path):
     """One graph for all adapters of a batch; a larger rank moves memory, and graphs are made anew.
 
-    Slots are given again to other adapters, whose factors take the places of the former ones.
+    Slots are given again to other adapters, whose factors take the places of the former ones. No
+    factor is held twice, and what is held is what a plan counts.
     """
     plain, queued, captured = (build(path, is_captured=flag) for flag in (False, False, True))
     plain.model._fixed = None
@@ -199,9 +215,18 @@ def check_adapters(device, folder, path):
     for seed, (name, rank) in enumerate((("one", 2), ("two", 4), ("three", 3), ("wide", 9))):
         write_adapter(tables[0], folder / name, seed, rank=rank)
 
+    def find(name):
+        return AdapterSource(name=name, folder=str(folder / name))
+
     def load(name):
-        source = AdapterSource(name=name, folder=str(folder / name))
-        (digests[name],) = {table.load(source).digest for table in tables}
+        (digests[name],) = {table.load(find(name)).digest for table in tables}
+
+    def check_bytes():
+        ranks = [read_adapter_ranks(folder / name) for name in ("one", "two")]
+        for built in (plain, queued, captured):
+            is_captured = built is not plain
+            planned = count_adapter_bytes(built.model.plan, ranks, is_captured=is_captured)
+            assert count_held(built) == planned
 
     def unload(name):
         for table in tables:
@@ -215,9 +240,13 @@ def check_adapters(device, folder, path):
             assert tell_tokens(got) == tell_tokens(generate(plain, (3, 4, 4), adapters))
         return got
 
-    load("one")
-    load("two")
+    for table in tables:
+        infos, failures = table.load_first([find("one"), find("two")])
+        assert not failures
+        digests |= {info.name: info.digest for info in infos}
+    check_bytes()
     first = check("one", "two", "one", and_plain=True)
+    check_bytes()
     known = list_layouts(captured)
     # Which adapters a batch has, and in what order, is no matter of a graph.
     other = check("", "one", "two", and_plain=True)

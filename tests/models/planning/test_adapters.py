@@ -8,10 +8,12 @@ adapters and of the model alone run by themselves, in company, in chunks and one
 import pytest
 import torch
 from loading import load_checkpoint
-from lora import list_targets, make_adapter
+from lora import count_bytes, list_targets, make_adapter, record_views
 
 from tandem._native import ThreadPool
 from tandem.kernels.paged import PagedBatch
+from tandem.models.adapter_files import read_adapter_ranks
+from tandem.models.adapter_plan import count_adapter_bytes
 
 PROMPT = [(7 * i) % 120 + 3 for i in range(45)]
 FAMILIES = {
@@ -58,10 +60,15 @@ def run(model, open_session, prompt, adapter="", sizes=None):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_is_pefts_model(family, load, open_session, tmp_path, monkeypatch):
-    """Every module that may be adapted is, in fused layers and in the skeleton's forward."""
+    """Every module that may be adapted is, in fused layers and in the skeleton's forward; and what
+    they hold is what a plan counts before anything is loaded.
+    """
     ours, theirs = load(family, dtype="float32")
     tuned = make_adapter(theirs, tmp_path / "adapter", monkeypatch)
+    held = record_views(monkeypatch)
     digest = install(ours, tmp_path / "adapter")
+    ranks = read_adapter_ranks(tmp_path / "adapter")
+    assert count_adapter_bytes(ours.plan, [ranks], is_captured=False) == count_bytes(held)
     with torch.no_grad():
         ids = torch.tensor([PROMPT])
         want = tuned(ids).logits[0]

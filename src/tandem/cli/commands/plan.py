@@ -215,23 +215,27 @@ def _show_modules(settings: Config, rules: Path | None, device: str, *, json: bo
     if json:
         print_json(msgspec.to_builtins(planned))
     else:
-        sys.stdout.write(f"{render_plan(planned)}\n{_tell_fit(planned)}\n")
+        sys.stdout.write(f"{render_plan(planned)}\n{_tell_fit(planned, model)}\n")
 
 
-def _tell_fit(planned: Any) -> str:
+def _tell_fit(planned: Any, model: Any) -> str:
     """Return a sentence that says whether the model fits the memory that is free here, and how much
     KV fits beside it.
     """
     from tandem._native import read_topology
     from tandem.engine.config import EngineConfig
     from tandem.engine.planning import RUNTIME_BYTES
+    from tandem.models.adapter_plan import plan_adapters
     from tandem.models.loading.loader import make_kv_layout
 
     config = EngineConfig()
     layout = make_kv_layout(planned.spec, config.block_size, config.kv_dtype)
     free = read_topology().memory_available_bytes
+    adapters = plan_adapters(planned, model)
     left = free - planned.weight_bytes - RUNTIME_BYTES
-    here = f"of {free / GIB:.1f} GiB that are free here the weights and a process take "
+    left -= 0 if adapters is None else adapters.size_bytes
+    taking = "weights" if adapters is None else "weights, the adapters"
+    here = f"of {free / GIB:.1f} GiB that are free here the {taking} and a process take "
     here += f"{(free - left) / GIB:.1f}"
     if left < 0:
         return f"{here}: they do not fit; experts can lie on disk, which --memory SIZE plans."

@@ -103,6 +103,10 @@ class MatrixPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the matrix in the checkpoint, if it is quantized there; otherwise 0, as without a
     checkpoint.
     """
+    rows: tuple[tuple[str, int], ...] = ()
+    """Modules of the checkpoint whose weights are stacked here, in their order: dotted path and
+    number of rows.
+    """
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,14 +11,14 @@ for all adapters; their sums have another order.
 Shapes: T rows, K inputs, N outputs, r rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem._native import LoraBank, LoraRows, ThreadPool
+from tandem._native import LoraBank, LoraRows, TensorView, ThreadPool
 from tandem.core.errors import InternalError
 from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.interfaces import AdaptableHeads, AdaptableMatrix, HeadMatrix, LoraPart, Matrix
@@ -84,11 +84,14 @@ class AdaptedLatents:
         matrices.
         """
         heads = b_NR.view(self.num_heads, -1, len(a_RK))
-        keys, values = heads[:, : self.key_size], heads[:, self.key_size :]
+        # Both are copied, though a view might do, so that neither keeps memory of the other alive.
+        plain = torch.contiguous_format
+        keys = heads[:, : self.key_size].transpose(1, 2).clone(memory_format=plain)
+        values = heads[:, self.key_size :].clone(memory_format=plain)
         up = a_RK.t()
         self.key_heads.add_parts(
             slot,
-            [LoraPart(k.t().contiguous(), up, scale, head=h) for h, k in enumerate(keys)],
+            [LoraPart(k, up, scale, head=h) for h, k in enumerate(keys)],
         )
         self.value_heads.add_parts(
             slot, [LoraPart(a_RK, v, scale, head=h) for h, v in enumerate(values)]
@@ -150,7 +153,7 @@ class StepAdapters:
         """
         self._placed: dict[int, int] = {}
         """For each adapter slot with a place at a fixed address: the value of ``_contents`` when
-        the factors there were copied. If it differs, the factors are copied again.
+        the factors were moved there. If it differs, those of the present adapter are to be moved.
         """
         self._layout = 0
 
@@ -175,7 +178,7 @@ class StepAdapters:
         """Compute the begun step's products at fixed addresses; return the number of their layout,
         which changes whenever memory moves.
 
-        The factors of the step's adapters are copied to their places first, unless they are there.
+        The factors of the step's adapters are moved to their places first, unless they are there.
         Steps of one size and one layout use the same memory, whatever their adapters; a layout that
         was replaced never returns.
 
@@ -185,11 +188,7 @@ class StepAdapters:
         assert not self.is_native, "native kernels look up the rows of each step"
         numbers = [NO_PLACE] * self.num_rows
         for group in self.groups:
-            place = self._place_by_slot.setdefault(group.slot, len(self._place_by_slot) + 1)
-            if self._placed.get(group.slot) != self._contents[group.slot]:
-                moved = [matrix.place(group.slot, place) for matrix in self.matrices]
-                self._placed[group.slot] = self._contents[group.slot]
-                self._layout += any(moved)
+            place = self.place(group.slot)
             for row in group.numbers:
                 numbers[row] = place
         numbers += numbers[:1] * (size - len(numbers))
@@ -200,6 +199,19 @@ class StepAdapters:
         places.copy_(torch.tensor(numbers))
         self.places, self.num_rows = places, size
         return self._layout
+
+    def place(self, slot: int) -> int:
+        """Move the factors of the adapter in a slot to fixed addresses, unless they are there;
+        return its place. The caller ensures that no step runs, or that this is its thread.
+        """
+        place = self._place_by_slot.setdefault(slot, len(self._place_by_slot) + 1)
+        if self._placed.get(slot) != self._contents[slot]:
+            for matrix in self.matrices:
+                # Counted at once: if memory is lacking for a later matrix, graphs with the
+                # addresses that this one had are not to be used either.
+                self._layout += matrix.place(slot, place)
+            self._placed[slot] = self._contents[slot]
+        return place
 
     def empty(self, slot: int) -> None:
         """Remove the factors of a slot from all matrices at once. The caller ensures that no
@@ -237,10 +249,16 @@ class _Adapted:
         self._out_shape = out_shape
         self._bank = LoraBank(step.num_slots) if step.is_native else None
         self._parts: dict[int, list[LoraPart]] = {}
-        """LoRA factors by adapter slot, used if torch and not a native kernel computes."""
+        """LoRA factors by adapter slot, if torch and not a native kernel computes; without those of
+        ``_places``.
+        """
         self._factors: FixedFactors | None = None
-        """The LoRA factors again, copied to fixed addresses for captured steps (replayed graphs);
-        None: no adapter of such a step has changed this matrix.
+        """LoRA factors at fixed addresses, which captured steps (replayed graphs) read; None: none
+        was moved there.
+        """
+        self._places: dict[int, int] = {}
+        """Place in ``_factors`` by adapter slot, of those whose factors lie there and nowhere
+        else.
         """
 
     def add_parts(self, slot: int, parts: list[LoraPart]) -> None:
@@ -248,30 +266,49 @@ class _Adapted:
         the slot.
         """
         if self._bank is None:
+            assert slot not in self._places, f"slot {slot} is not empty"
             self._parts[slot] = [*self._parts.get(slot, ()), *parts]
             return
+        packed: dict[int, TensorView] = {}
         for part in parts:
             down = view_tensor(part.a_RK.contiguous())
-            up = view_tensor(_pack_panels(part.b_NR))
+            # The heads of latent attention's keys have one B, which is packed once.
+            up = packed.get(id(part.b_NR))
+            if up is None:
+                up = packed[id(part.b_NR)] = view_tensor(_pack_panels(part.b_NR))
             size = len(part.b_NR)
             self._bank.add_part(slot, down, up, part.scale, part.first_output, size, part.head)
 
     def remove_parts(self, slot: int) -> None:
         """Remove an adapter's factors at once. The caller ensures that no running step uses it."""
         self._parts.pop(slot, None)
+        self._places.pop(slot, None)
         if self._bank is not None:
             self._bank.clear(slot)
 
     def place(self, slot: int, place: int) -> bool:
-        """Copy a slot's factors to a place at fixed addresses; return True if a graph that was
+        """Move a slot's factors to a place at fixed addresses; return True if a graph that was
         captured before does not compute with them.
         """
+        if slot in self._places:
+            return False  # Moved by a call that failed at a later matrix.
         parts, factors = self._parts.get(slot, ()), self._factors
         if factors is None:
             if not parts:
                 return False
             factors = self._factors = FixedFactors(*self._out_shape)
-        return factors.put(place, parts)
+        is_moved = factors.put(place, parts)
+        if parts:
+            self._places[slot] = place
+            del self._parts[slot]
+        return is_moved
+
+    def _find_parts(self, slot: int) -> Sequence[LoraPart]:
+        """Return a slot's factors, wherever they lie."""
+        place = self._places.get(slot)
+        if place is None or self._factors is None:
+            return self._parts.get(slot, ())
+        return self._factors.list_parts(place)
 
     @property
     def _is_needed(self) -> bool:
@@ -283,8 +320,8 @@ class _Adapted:
             return rows is not None and self._bank.is_needed(rows)
         if self._step.places is not None:
             return self._factors is not None
-        parts = self._parts
-        return any(group.slot in parts for group in self._step.groups)
+        parts, places = self._parts, self._places
+        return any(group.slot in parts or group.slot in places for group in self._step.groups)
 
     def _add(self, x: Buffer, sums: Buffer, out: Buffer | None, *, is_added: bool) -> None:
         """Add adapters' products to float32 sums in place, and round these to ``out``; [T, ...] or
@@ -306,13 +343,14 @@ class _Adapted:
             assert self._factors is not None, "no adapter changes this matrix"
             self._factors.add_(sums_THN, x_THK, step.places)
         for group in () if step.places is not None else step.groups:
-            for part in self._parts.get(group.slot, ()):
+            for part in self._find_parts(group.slot):
                 x_RK = x_THK[group.rows, part.head].float()
                 low = x_RK @ part.a_RK.float().t() * part.scale
                 end = part.first_output + len(part.b_NR)
-                sums_THN[group.rows, part.head, part.first_output : end] += (
-                    low @ part.b_NR.float().t()
-                )
+                # A factor at a fixed address is stored transposed; the product is to have the same
+                # operands, and so the same bits, as before it was moved there.
+                b_NR = part.b_NR.contiguous().float()
+                sums_THN[group.rows, part.head, part.first_output : end] += low @ b_NR.t()
         if out is not None and is_added:
             out.tensor.add_(sums.tensor)
         elif out is not None:

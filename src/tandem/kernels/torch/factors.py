@@ -8,18 +8,28 @@ Shapes: T rows, H heads (1 if a matrix has none), K inputs, N outputs, R padded 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tandem.kernels.interfaces import LoraPart
 
-__all__ = ["NO_PLACE", "FixedFactors"]
+__all__ = ["NO_PLACE", "FixedFactors", "count_fixed_bytes"]
 
 NO_PLACE = 0
 """Place 0 of the factors, used by rows without an adapter; its factors are zeros, so their product
 adds nothing.
 """
+
+
+class _Held(NamedTuple):
+    """Where the factors of a ``LoraPart`` lie in a place."""
+
+    head: int
+    ranks: slice
+    outputs: slice
+    scale: float
 
 
 class FixedFactors:
@@ -34,6 +44,8 @@ class FixedFactors:
     def __init__(self, num_heads: int, out_features: int) -> None:
         self._num_heads, self._out_features = num_heads, out_features
         self._a_PHRK = self._b_PHRN = self._scale_PHR = torch.empty(0)
+        self._held: dict[int, list[_Held]] = {}
+        """Parts of the adapter in each place, in the order in which they were put there."""
 
     def put(self, place: int, parts: Sequence[LoraPart]) -> bool:
         """Copy an adapter's factors to a place; return True if the memory moved to make room.
@@ -45,6 +57,7 @@ class FixedFactors:
         for part in parts:
             ranks[part.head] += len(part.a_RK)
         is_moved = bool(parts) and self._reserve(place + 1, max(ranks), parts[0].a_RK)
+        self._held[place] = held = []
         if place >= len(self._a_PHRK):
             return is_moved
         for memory in (self._a_PHRK, self._b_PHRN, self._scale_PHR):
@@ -53,12 +66,28 @@ class FixedFactors:
         for part in parts:
             rank, first = len(part.a_RK), firsts[part.head]
             rows = slice(first, first + rank)
-            end = part.first_output + len(part.b_NR)
+            outputs = slice(part.first_output, part.first_output + len(part.b_NR))
             self._a_PHRK[place, part.head, rows] = part.a_RK
-            self._b_PHRN[place, part.head, rows, part.first_output : end] = part.b_NR.t()
+            self._b_PHRN[place, part.head, rows, outputs] = part.b_NR.t()
             self._scale_PHR[place, part.head, rows] = part.scale
+            held.append(_Held(part.head, rows, outputs, part.scale))
             firsts[part.head] += rank
         return is_moved
+
+    def list_parts(self, place: int) -> list[LoraPart]:
+        """Return the factors that were put in a place, as views of this memory; B is not
+        contiguous. They are valid until the next ``put``.
+        """
+        return [
+            LoraPart(
+                self._a_PHRK[place, held.head, held.ranks],
+                self._b_PHRN[place, held.head, held.ranks, held.outputs].t(),
+                held.scale,
+                held.outputs.start,
+                held.head,
+            )
+            for held in self._held.get(place, ())
+        ]
 
     def add_(self, sums_THN: Tensor, x_THK: Tensor, places_T: Tensor) -> None:
         """Add each row's product with the factors of its place to float32 sums, in place.
@@ -96,6 +125,23 @@ class FixedFactors:
                 new[:held_places, :, :held_rank] = old
         self._a_PHRK, self._b_PHRN, self._scale_PHR = made
         return True
+
+
+def count_fixed_bytes(
+    num_places: int, rank: int, *, num_heads: int, in_features: int, out_features: int, item: int
+) -> int:
+    """Return the bytes that a ``FixedFactors`` allocates.
+
+    Args:
+        num_places: places in use, place 0 included.
+        rank: largest sum of the ranks of an adapter's parts for one head.
+        num_heads: H.
+        in_features: K.
+        out_features: N.
+        item: bytes of an item of the factors.
+    """
+    padded = _round_up(num_places) * num_heads * _round_up(rank)
+    return padded * ((in_features + out_features) * item + torch.float32.itemsize)
 
 
 def _round_up(number: int) -> int:

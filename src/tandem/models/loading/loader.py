@@ -301,13 +301,19 @@ class CausalModel:
 
     def enable_adapters(self, max_adapters: int) -> ModelAdapters:
         """Make the model take LoRA adapters and return their table; call once, before the first
-        step.
+        step, but after ``enable_hybrid``.
 
         Args:
             max_adapters: most adapters that are loaded at a time.
         """
         assert self.adapters is None, "adapters are enabled already"
-        self.adapters = ModelAdapters(self.skeleton, self.dtype, self.context, max_adapters)
+        self.adapters = ModelAdapters(
+            self.skeleton,
+            self.dtype,
+            self.context,
+            max_adapters,
+            is_captured=self._fixed is not None,
+        )
         return self.adapters
 
     @property

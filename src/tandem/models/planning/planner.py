@@ -261,6 +261,7 @@ def _plan_matrices(
                 and module.rule not in asked,
             ),
             stored_bytes=sum(stored.size_bytes.get(m.module, 0) for m in group),
+            rows=tuple((m.module, m.shape[0]) for m in group),
         )
 
 
