@@ -10,6 +10,7 @@ from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.margin import HALF_LIFE_S, MAX_MARGIN, Margin
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
+from tandem.conductor.prediction import Delays
 from tandem.conductor.routes import Alone, InstanceRef, Place
 from tandem.core.wire import Slo
 
@@ -155,6 +156,90 @@ def test_accepted_requests_keep_their_time_between_tokens():
     assert decide(one, 0.004, prompt_len=100).reason == "tpot"
 
 
+def ask_prompt(conductor, name, prompt_len, max_tokens=400, now_s=0.0, ttft_s=90.0):
+    """Ask with 20 ms between tokens; the fleet is told what was accepted, as a server tells it."""
+    slo = Slo(ttft_s=ttft_s, tpot_s=0.02)
+    question = Question(name, prompt_len, max_tokens, slo=slo)
+    return conductor.place(PLACE, question, now_s, is_new=True)
+
+
+def test_prompts_are_charged_to_the_answers_that_they_delay():
+    """Each fits by itself, but together they take longer than an answer of 400 tokens can wait."""
+    conductor = make("early", num_decoding=1)
+    conductor.admission._mean_share = 1.0
+    assert ask_prompt(conductor, "r0", 100).route
+    conductor.note_first_token("r0", 0.0)
+    # 399 gaps of 20 ms, less 2.2 ms for a step, are 7.1 s: 17 prompts of 0.4 s.
+    accepted = [ask_prompt(conductor, f"s{i}", 4000, 4000).route is not None for i in range(20)]
+    assert accepted == [True] * 17 + [False] * 3
+    assert ask_prompt(conductor, "t", 1).route, "what takes no time is accepted"
+    conductor.note_end("r0", 400, 7.9)
+    assert ask_prompt(conductor, "u", 4000, 4000, 7.9).route
+
+
+def test_short_answers_are_protected_and_refused_to_nobody():
+    """The prompt of a short answer comes between few tokens of its own, but many of the others."""
+    conductor = make("early", num_decoding=3)
+    conductor.admission._mean_share = 1.0
+    for number in range(3):
+        assert ask_prompt(conductor, f"r{number}", 100).route
+        conductor.note_first_token(f"r{number}", 0.0)
+    assert ask_prompt(conductor, "short", 2000, 4).route
+    # Three gaps of 20 ms leave no room for a prompt of 0.4 s that would come between them.
+    refused = ask_prompt(conductor, "next", 4000).rejection
+    assert refused.reason == "tpot"
+    assert "one accepted before" in refused.what
+    conductor.note_first_token("short", 0.3)
+    conductor.note_end("short", 4, 0.4)
+    assert ask_prompt(conductor, "next", 4000, now_s=0.4).route
+
+
+def test_a_promise_that_one_instance_would_break_is_made_by_another():
+    conductor = make("early")
+    conductor.join("u1", "unified")
+    conductor.serve(InstanceRef("u1", 0), FACTS)
+    conductor.set_load("u1", Load(queued_tokens=600))
+    assert ask_prompt(conductor, "short", 100, 4).route == Alone(InstanceRef("u0", 0))
+    assert ask_prompt(conductor, "next", 4000).route == Alone(InstanceRef("u1", 0))
+    assert not conductor.admission.rejected
+    assert ask_prompt(conductor, "tight", 100, 4).route == Alone(InstanceRef("u0", 0))
+
+
+def test_a_step_that_later_prompts_fill_up_is_foreseen():
+    """A short prompt took 1.2 s instead of 0.1, since 8,000 tokens of others came into its step.
+    The margin rose to four, and long prompts were refused at a quarter of their objective.
+    """
+
+    def learn(objective_s, real_s, prompt_s):
+        admission = Admission("early")
+        for number in range(100):
+            name, now_s = f"r{number}", 2.0 * number
+            for each in (name, name + "later"):
+                delays = Delays(prompt_s=0.1 if each == name else prompt_s, full_s=1.1)
+                forecast = Forecast(0.1, 0.05, "u0", "u0", delays)
+                admission.note_accepted(ask(each, ttft_s=objective_s), forecast, now_s)
+            admission.note_first_token(name, now_s + real_s)
+            admission.note_end(name, 11, now_s + real_s + 0.5)
+            admission.note_end(name + "later", 0, now_s + real_s + 0.5)
+        return admission.ttft.get_factor(200.0)
+
+    assert learn(1.5, 1.15, 9.0) == 1.0
+    assert learn(1.5, 1.15, 0.1) > 3.0, "one that takes no longer than it says"
+    assert learn(10.0, 1.15, 0.1) == 1.0, "an eighth of the objective says little"
+
+
+def test_a_first_token_that_was_promised_is_not_delayed():
+    """The rest of the step would be filled up by the next prompt: 512 tokens take 51 ms."""
+    conductor = make("early")
+    assert ask_prompt(conductor, "tight", 100, ttft_s=0.05).route
+    refused = ask_prompt(conductor, "next", 4000).rejection
+    assert refused.reason == "ttft"
+    assert "one accepted before" in refused.what
+    assert ask_prompt(conductor, "small", 100).route
+    conductor.note_first_token("tight", 0.04)
+    assert ask_prompt(conductor, "next", 4000).route
+
+
 def test_under_pressure_clients_get_shares_by_weight():
     conductor = make("early", queued_tokens=7800)  # 0.81 of the objective.
     admission = conductor.admission
@@ -183,7 +268,8 @@ def test_every_beginning_is_counted_out_again(seed):
     for number in range(500):
         now_s += chance.choice((0.0, 0.05, 3.0, 300.0 if chance.random() < 0.02 else 0.1))
         decode = chance.choice(("d0", "d1"))
-        forecast = Forecast(chance.choice((0.1, 5.0, 500.0)), 0.05, decode)
+        prefill = chance.choice((decode, "p0"))
+        forecast = Forecast(chance.choice((0.1, 5.0, 500.0)), 0.05, decode, prefill)
         question = ask(f"r{number}", tpot_s=chance.choice((None, 0.1, 0.2)))
         admission.note_accepted(question, forecast, now_s)
         live.append(f"r{number}")
@@ -197,4 +283,4 @@ def test_every_beginning_is_counted_out_again(seed):
         admission.note_end(name, 5, now_s)
     assert not admission._live
     assert not admission._begun.any()
-    assert not admission._promises._counts
+    assert not admission._crowds._crowds

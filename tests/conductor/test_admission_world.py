@@ -52,7 +52,7 @@ def overload(mode):
         while arrival_s <= now_s < END_S:
             arrival_s += chance.expovariate(min(0.5 + 1.5 * now_s / RAMP_S, 2.0) * capacity)
             num_asked += 1
-            question = Question(f"r{num_asked}", 16, NUM_TOKENS, slo=Slo(tpot_s=TPOT_S))
+            question = Question(f"r{num_asked}", 1, NUM_TOKENS, slo=Slo(tpot_s=TPOT_S))
             conductor.set_load("u0", Load(num_decoding=len(live)))
             if conductor.place(PLACE, question, now_s, is_new=True).rejection is None:
                 num_accepted += 1

@@ -7,15 +7,18 @@ accepted, and then all are rejected. Mode ``predicted`` uses the number of decod
 the request's own first token: those whose first token is predicted before that, minus those that
 will have decoded for the mean decoding time (Mooncake, arXiv 2407.00079v3, section 7).
 
-An accepted request is a promise, so predictions are multiplied by a margin, by which real times
-have lately exceeded them. A request is also rejected if requests accepted before it would miss
-their time between tokens. Under scarcity, clients that have had less than their fair share come
-first. Time is an argument.
+An accepted request is a promise, also against prompts that come later. An instance computes its
+prompts in the order of arrival, so a later one does not delay the first tokens of those before it,
+except by filling up the step in which they end; but all of it is computed between the tokens of
+their answers. So each accepted request is charged with the prompts that its instance was sent
+after it, and a new one is rejected if its prompt would break a promise to one of them. Predictions
+are multiplied by a margin, by which real times have lately exceeded them. Under scarcity, clients
+that have had less than their fair share come first. Time is an argument.
 """
 
 import math
-from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +27,7 @@ import numpy.typing as npt
 from tandem.conductor.fleet import DECODE, PREFILL, Fleet, FloatColumn
 from tandem.conductor.margin import Margin
 from tandem.conductor.policies.policy import Question
+from tandem.conductor.prediction import Delays
 from tandem.core.wire import Slo
 
 __all__ = ["Admission", "AdmissionMode", "Rejection"]
@@ -39,6 +43,11 @@ MAX_RETRY_S = 60
 SAFE_TPOT = 0.9
 """Share of its objective up to which a time between tokens is harmless, even if it is many times
 the predicted one, as it can be when prompts are computed between the tokens."""
+SAFE_TTFT = 0.5
+"""Share of its objective up to which a predicted and a real time to first token say nothing about
+the margin: the error of a short time is small, however many times the predicted time it is."""
+FIRST_SHARE = 0.5
+"""Share of ``max_tokens`` that an answer is expected to have, before any has ended."""
 FIRST_DECODE_S = 10.0
 DECODE_MEMORY = 0.95
 """Weight of the old mean when an ended request updates the mean decoding time."""
@@ -56,9 +65,10 @@ class Forecast(NamedTuple):
     """Predicted time between its tokens, seconds."""
     decode: str = ""
     """Name of the instance that is to decode it."""
-    crowd_tpot_s: float = 0.0
-    """Predicted time between tokens of the requests that already decode on the instance ``decode``,
-    seconds, including the computation of this request's prompt if it is done there."""
+    prefill: str = ""
+    """Name of the instance that is to compute its prompt."""
+    delays: Delays = Delays()
+    """Times on those two instances by which requests delay each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +79,14 @@ class Rejection:
         what: the reason in words, with figures.
         reason: ``ttft``, ``tpot`` or ``share``.
         retry_after_s: whole seconds after which it may be accepted.
+        crowded: instance where it would break a promise to a request accepted before, so that
+            another one may take it; empty if its own objectives are the reason.
     """
 
     what: str
     reason: str
     retry_after_s: int
+    crowded: str = ""
 
 
 @dataclass(slots=True)
@@ -89,8 +102,15 @@ class _Accepted:
     """Predicted time between tokens, seconds."""
     decode: str
     """Name of the instance that is to decode it."""
+    prefill: str
+    """Name of the instance that computes its prompt."""
     accepted_s: float
     slo: Slo
+    max_tokens: int
+    full_s: float
+    """Longest time by which later prompts delay its first token: a full step of them, seconds."""
+    work_s: float = 0.0
+    """Value of its prefill instance's ``_Crowd.work_s`` when it had been accepted."""
     first_s: float | None = None
 
 
@@ -120,37 +140,141 @@ class _Shares:
         return work * 0.5 ** ((now_s - at_s) / SHARE_MEMORY_S)
 
 
-class _Promises:
-    """The objectives for the time between tokens of all accepted requests, by decode instance."""
+@dataclass(slots=True)
+class _Crowd:
+    """The live requests of one instance, accepted before a new one."""
+
+    work_s: float = 0.0
+    """Time to compute the prompts that the instance was sent, summed up, in seconds."""
+    waiting: dict[str, _Accepted] = field(default_factory=dict[str, _Accepted])
+    """Requests whose first token is to come from this instance."""
+    promised: dict[str, _Accepted] = field(default_factory=dict[str, _Accepted])
+    """Requests with an objective for the time between tokens that this instance decodes, or will.
+    """
+
+
+class _Effect(NamedTuple):
+    """The effect of a new prompt on the request whose promise it endangers most."""
+
+    load: float = 0.0
+    """Predicted time as a share of the objective."""
+    time_s: float = 0.0
+    limit_s: float = math.inf
+
+
+class _Crowds:
+    """The live requests by instance, and the prompts that came after each."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, Counter[float]] = {}
-        """For each instance: the number of its decoding requests by their objective for the time
-        between tokens, in seconds.
-        """
+        self._crowds: dict[str, _Crowd] = {}
 
-    def add(self, instance: str, slo: Slo) -> None:
-        """Count the time-between-tokens objective of an accepted request at the instance that is to
-        decode it.
-        """
-        if slo.tpot_s is not None:
-            self._counts.setdefault(instance, Counter())[slo.tpot_s] += 1
+    def add(self, request_id: str, accepted: _Accepted, prompt_s: float) -> None:
+        """Add an accepted request, whose prompt takes ``prompt_s`` seconds."""
+        crowd = self._crowds.setdefault(accepted.prefill, _Crowd())
+        crowd.work_s += prompt_s
+        crowd.waiting[request_id] = accepted
+        accepted.work_s = crowd.work_s
+        self._promise(request_id, accepted)
 
-    def remove(self, instance: str, slo: Slo) -> None:
-        """Stop counting the objective of a request that ``add`` counted at an instance."""
-        if slo.tpot_s is not None:
-            counts = self._counts[instance]
-            counts[slo.tpot_s] -= 1
-            if not counts[slo.tpot_s]:
-                del counts[slo.tpot_s]
-            if not counts:
-                del self._counts[instance]
+    def _promise(self, request_id: str, accepted: _Accepted) -> None:
+        if accepted.slo.tpot_s is not None and accepted.max_tokens > 1:
+            crowd = self._crowds.setdefault(accepted.decode, _Crowd())
+            crowd.promised[request_id] = accepted
 
-    def find_strictest(self, instance: str) -> float:
-        """Return the strictest time between tokens that a request on an instance was promised, in
-        seconds; infinite if there is none.
+    def move(self, request_id: str, accepted: _Accepted, decode: str) -> None:
+        """Record that another instance than was planned decodes a request."""
+        self._drop(accepted.decode, request_id, is_decode=True)
+        accepted.decode = decode
+        self._promise(request_id, accepted)
+
+    def begin(self, request_id: str, accepted: _Accepted) -> None:
+        """Record that the first token of a request has come."""
+        self._drop(accepted.prefill, request_id, is_decode=False)
+
+    def remove(self, request_id: str, accepted: _Accepted) -> None:
+        """Remove a request that has ended."""
+        self._drop(accepted.prefill, request_id, is_decode=False)
+        self._drop(accepted.decode, request_id, is_decode=True)
+
+    def _drop(self, instance: str, request_id: str, *, is_decode: bool) -> None:
+        crowd = self._crowds.get(instance)
+        if crowd is not None:
+            (crowd.promised if is_decode else crowd.waiting).pop(request_id, None)
+            if not crowd.waiting and not crowd.promised:
+                del self._crowds[instance]
+
+    def get_later_s(self, accepted: _Accepted, instance: str) -> float:
+        """Return the time, in seconds, to compute the prompts that an instance was sent after an
+        accepted request; 0 if it does not compute that request's own.
         """
-        return min(self._counts.get(instance, ()), default=math.inf)
+        crowd = self._crowds.get(instance)
+        if crowd is None or accepted.prefill != instance:
+            return 0.0
+        return crowd.work_s - accepted.work_s
+
+    def find_ttft(self, instance: str, prompt_s: float, factor: float) -> _Effect:
+        """Return the effect of a new prompt on the times to first token of those that wait.
+
+        Args:
+            instance: name of the instance that is to compute it.
+            prompt_s: time that it takes, seconds.
+            factor: margin on predicted times.
+        """
+        worst, crowd = _Effect(), self._crowds.get(instance)
+        if crowd is None or not prompt_s:
+            return worst
+        for accepted in crowd.waiting.values():
+            limit_s = accepted.slo.ttft_s
+            later_s = crowd.work_s - accepted.work_s
+            # Prompts that come after a full step of others cannot delay it any more.
+            if limit_s is None or later_s >= accepted.full_s:
+                continue
+            time_s = accepted.ttft_s + min(later_s + prompt_s, accepted.full_s)
+            load = time_s * factor / limit_s
+            if load > worst.load and accepted.ttft_s + later_s <= limit_s:
+                worst = _Effect(load, time_s, limit_s)
+        return worst
+
+    def find_tpot(
+        self, instance: str, delays: Delays, factor: float, share: float, now_s: float
+    ) -> _Effect:
+        """Return the effect of a new request on the times between tokens of those that decode, or
+        will.
+
+        Args:
+            instance: name of the instance that is to decode it.
+            delays: predicted times on that instance.
+            factor: margin on predicted times.
+            share: expected length of answers, as a share of ``max_tokens``.
+            now_s: monotonic seconds.
+        """
+        crowd = self._crowds.get(instance)
+        if crowd is None:
+            return _Effect()
+        step_s, queue_s, prompt_s = delays.step_s, delays.queue_s, delays.prompt_s
+        work_s, worst = crowd.work_s, _Effect()
+        for accepted in crowd.promised.values():
+            limit_s = accepted.slo.tpot_s
+            assert limit_s is not None
+            num_gaps = accepted.max_tokens * share - 1.0
+            if num_gaps < 1.0:
+                num_gaps = 1.0
+            later_s = work_s - accepted.work_s if accepted.prefill == instance else 0.0
+            first_s = accepted.first_s
+            if first_s is not None:
+                if now_s - first_s > num_gaps * limit_s:
+                    continue  # Its length was not foreseen, or the promise is broken.
+                # Prompts of other servers are known by the queue alone.
+                if later_s < queue_s:
+                    later_s = queue_s
+            time_s = step_s + later_s / num_gaps
+            if time_s > limit_s and step_s * factor <= limit_s:
+                continue  # Earlier prompts have broken the promise: this one cannot.
+            time_s += prompt_s / num_gaps
+            load = time_s * factor / limit_s
+            if load > worst.load:
+                worst = _Effect(load, time_s, limit_s)
+        return worst
 
 
 class Admission:
@@ -174,13 +298,15 @@ class Admission:
         self.rejected: dict[str, int] = {}
         """Rejected requests since start, by reason."""
         self._shares = _Shares()
-        self._promises = _Promises()
+        self._crowds = _Crowds()
         self._live: OrderedDict[str, _Accepted] = OrderedDict()
         self._begun: npt.NDArray[np.int64] = np.zeros(NUM_BUCKETS, np.int64)
         """Ring of counts: number of decodes that begin in each tenth of a second."""
         self._newest = 0
         self._mean_decode_s = FIRST_DECODE_S
         self._mean_tokens = 1.0
+        self._mean_share = FIRST_SHARE
+        """Mean length of answers as a share of ``max_tokens``."""
 
     def foresee(self, fleet: Fleet, forecast: Forecast, now_s: float) -> Forecast:
         """Return a forecast (predicted times of a request) with the time between tokens that the
@@ -207,18 +333,30 @@ class Admission:
         slo = question.slo
         if self.mode == "none" or (slo.ttft_s is None and slo.tpot_s is None):
             return None
+        ttft_factor, tpot_factor = self.ttft.get_factor(now_s), self.tpot.get_factor(now_s)
+        delays = forecast.delays
         ttft_load = tpot_load = 0.0
-        if slo.ttft_s is not None:
-            ttft_load = forecast.ttft_s * self.ttft.get_factor(now_s) / slo.ttft_s
-        tpot_factor = self.tpot.get_factor(now_s)
-        tpot_s, limit_s, whose = forecast.tpot_s, slo.tpot_s, ""
-        if limit_s is not None:
-            tpot_load = tpot_s * tpot_factor / limit_s
-        promised_s = self._promises.find_strictest(forecast.decode)
-        crowd_load = forecast.crowd_tpot_s * tpot_factor / promised_s
-        if crowd_load > tpot_load:
-            tpot_load = crowd_load
-            tpot_s, limit_s, whose = forecast.crowd_tpot_s, promised_s, " of those accepted before"
+        ttft_s, ttft_limit_s = forecast.ttft_s, slo.ttft_s
+        tpot_s, tpot_limit_s = forecast.tpot_s, slo.tpot_s
+        if ttft_limit_s is not None:
+            if delays.queue_s > delays.full_s:
+                # Later prompts may fill up its last step. One that begins at once is spared them
+                # instead, as they would wait for it in any case.
+                ttft_s += delays.full_s
+            ttft_load = ttft_s * ttft_factor / ttft_limit_s
+        if tpot_limit_s is not None:
+            tpot_load = tpot_s * tpot_factor / tpot_limit_s
+        own_load = max(ttft_load, tpot_load)
+        first = self._crowds.find_ttft(forecast.prefill, delays.prompt_s, ttft_factor)
+        if first.load > max(ttft_load, 1.0):
+            ttft_load, ttft_s, ttft_limit_s = first
+        if forecast.prefill != forecast.decode:
+            delays = Delays(step_s=delays.step_s)  # No prompt is computed where it is decoded.
+        between = self._crowds.find_tpot(
+            forecast.decode, delays, tpot_factor, self._mean_share, now_s
+        )
+        if between.load > tpot_load:
+            tpot_load, tpot_s, tpot_limit_s = between
         load = max(ttft_load, tpot_load)
         limit = 1.0
         if load > SOFT_LIMIT and question.priority >= 0:
@@ -227,22 +365,30 @@ class Admission:
                 limit = SOFT_LIMIT
         if load <= limit:
             return None
-        if ttft_load >= tpot_load:
-            assert slo.ttft_s is not None
-            reason, wait_s = "ttft", (ttft_load - SOFT_LIMIT) * slo.ttft_s
-            what = f"the first token would take {forecast.ttft_s:.2f} s, the objective is "
-            what += f"{slo.ttft_s:.2f} s"
+        is_ttft = ttft_load >= tpot_load
+        crowded, whose = "", ""
+        if own_load <= limit:
+            crowded = forecast.prefill if is_ttft else forecast.decode
+            whose = " of one accepted before"
+        if is_ttft:
+            assert ttft_limit_s is not None
+            reason, wait_s = "ttft", (ttft_load - SOFT_LIMIT) * ttft_limit_s
+            what = f"the first token{whose} would take {ttft_s:.2f} s, the objective is "
+            what += f"{ttft_limit_s:.2f} s"
         else:
-            assert limit_s is not None
+            assert tpot_limit_s is not None
             reason, wait_s = "tpot", self._mean_decode_s * (1 - 1 / max(tpot_load, 1.0))
             what = f"a token{whose} would take {tpot_s * 1e3:.0f} ms, the objective is "
-            what += f"{limit_s * 1e3:.0f} ms"
+            what += f"{tpot_limit_s * 1e3:.0f} ms"
         if load <= 1.0:
             reason = "share"
             what += ", and its client has had its share"
-        self.rejected[reason] = self.rejected.get(reason, 0) + 1
         retry_s = min(max(math.ceil(wait_s), 1), MAX_RETRY_S)
-        return Rejection(f"{what}: try again in {retry_s} s", reason, retry_s)
+        return Rejection(f"{what}: try again in {retry_s} s", reason, retry_s, crowded)
+
+    def note_rejected(self, rejection: Rejection) -> None:
+        """Count a rejected request."""
+        self.rejected[rejection.reason] = self.rejected.get(rejection.reason, 0) + 1
 
     def note_accepted(self, question: Question, forecast: Forecast, now_s: float) -> None:
         """Add an accepted request to its client's recent work, and remember its predicted times."""
@@ -257,20 +403,21 @@ class Admission:
             forecast.ttft_s,
             forecast.tpot_s,
             forecast.decode,
+            forecast.prefill,
             now_s,
             question.slo,
+            question.max_tokens,
+            forecast.delays.full_s,
         )
         self._live[question.request_id] = accepted
-        self._promises.add(forecast.decode, question.slo)
+        self._crowds.add(question.request_id, accepted, forecast.delays.prompt_s)
         self._count(accepted.bucket, 1, now_s)
 
     def note_moved(self, request_id: str, decode: str) -> None:
         """Record that an accepted request is decoded by another instance than was planned."""
         accepted = self._live.get(request_id)
         if accepted is not None and decode != accepted.decode:
-            self._promises.remove(accepted.decode, accepted.slo)
-            self._promises.add(decode, accepted.slo)
-            accepted.decode = decode
+            self._crowds.move(request_id, accepted, decode)
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
         """Learn from a request's real time to first token: update the forecast of running decodes
@@ -283,7 +430,13 @@ class Admission:
         self._count(accepted.bucket, -1, now_s)
         accepted.bucket = self._find_bucket(now_s)
         self._count(accepted.bucket, 1, now_s)
-        self.ttft.note(accepted.ttft_s, now_s - accepted.accepted_s, now_s)
+        later_s = self._crowds.get_later_s(accepted, accepted.prefill)
+        predicted_s = accepted.ttft_s + min(later_s, accepted.full_s)
+        real_s = now_s - accepted.accepted_s
+        objective_s = accepted.slo.ttft_s
+        is_long = objective_s is not None and max(predicted_s, real_s) > SAFE_TTFT * objective_s
+        self.ttft.note(predicted_s, real_s, now_s, weight=1.0 if is_long else 0.0)
+        self._crowds.begin(request_id, accepted)
 
     def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
         """Remove an ended request from the forecast of running decodes, and learn from its time
@@ -298,7 +451,8 @@ class Admission:
         if accepted is None:
             return
         self._count(accepted.bucket, -1, now_s)
-        self._promises.remove(accepted.decode, accepted.slo)
+        later_s = self._crowds.get_later_s(accepted, accepted.decode)
+        self._crowds.remove(request_id, accepted)
         if accepted.first_s is not None:
             decode_s = now_s - accepted.first_s
             self._mean_decode_s += (decode_s - self._mean_decode_s) * (1 - DECODE_MEMORY)
@@ -306,8 +460,9 @@ class Admission:
             if num_tokens > 1 and objective_s is not None:
                 # A short answer counts less: one long gap, as at a hand-over to another instance,
                 # is a large part of its mean, and no margin on the duration of steps covers that.
+                num_gaps = max(accepted.max_tokens * self._mean_share - 1.0, 1.0)
                 self.tpot.note(
-                    accepted.tpot_s,
+                    accepted.tpot_s + later_s / num_gaps,
                     decode_s / (num_tokens - 1),
                     now_s,
                     safe_s=SAFE_TPOT * objective_s,
@@ -315,6 +470,8 @@ class Admission:
                 )
             change = num_tokens - self._mean_tokens
             self._mean_tokens = max(self._mean_tokens + change * (1 - DECODE_MEMORY), 1.0)
+            change = num_tokens / max(accepted.max_tokens, 1) - self._mean_share
+            self._mean_share += change * (1 - DECODE_MEMORY)
 
     # ---------------------------------------------------------------- the forecast
 

@@ -8,7 +8,7 @@ a decision does not depend on the number of queued requests. Pure and single-thr
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from tandem.conductor.fleet import (
     Mask,
 )
 from tandem.conductor.policies.policy import Policy, Question
-from tandem.conductor.prediction import TtftParts, predict_tpot, predict_ttft
+from tandem.conductor.prediction import TtftParts, predict_delays, predict_tpot, predict_ttft
 from tandem.conductor.role_balance import RoleBalance, RoleChange
 from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place, Route
 from tandem.core.instance_status import InstanceRole, StepCosts
@@ -303,19 +303,43 @@ class Conductor:
             is_new: True if it has not been accepted yet, so that it may be rejected.
         """
         decision = self._choose(place, question)
-        chosen = decision.chosen if is_new else None
-        if decision.route is None or chosen is None:
+        if not is_new or decision.route is None or decision.chosen is None:
             if decision.decode:
                 self.admission.note_moved(question.request_id, decision.decode)
             return self._note_placed(question, decision)
-        forecast = self._forecast(question, decision)
-        forecast = self.admission.foresee(self.fleet, forecast, now_s)
-        rejection = self.admission.check(question, forecast, now_s)
-        if rejection is not None:
-            return Decision(None, rejection=rejection)
-        self.admission.note_accepted(question, forecast, now_s)
+        admitted = self._admit(place, question, decision, now_s)
+        if isinstance(admitted, Rejection):
+            self.admission.note_rejected(admitted)
+            return Decision(None, rejection=admitted)
         self.roles.note_request(question.slo)
-        return self._note_placed(question, decision)
+        return self._note_placed(question, admitted)
+
+    def _admit(
+        self, place: Place, question: Question, decision: Decision, now_s: float
+    ) -> Decision | Rejection:
+        """Accept a new request; return the decision for it, or the reason to reject it.
+
+        Where it would break a promise to a request accepted before, other instances are tried.
+        """
+        first = None
+        for _ in range(MAX_CANDIDATES):
+            forecast = self._forecast(question, decision)
+            forecast = self.admission.foresee(self.fleet, forecast, now_s)
+            rejection = self.admission.check(question, forecast, now_s)
+            if rejection is None:
+                self.admission.note_accepted(question, forecast, now_s)
+                return decision
+            first = first or rejection
+            if not rejection.crowded:
+                break
+            row = self.fleet.find(rejection.crowded)
+            assert row is not None
+            place = replace(place, avoid=place.avoid | {self._ref(row)})
+            decision = self._choose(place, question)
+            if decision.route is None or decision.chosen is None:
+                break
+        assert first is not None
+        return first
 
     def find_role_change(self, now_s: float) -> RoleChange | None:
         """Return the change of an instance's role that is due, or None. Call it once a second.
@@ -521,19 +545,15 @@ class Conductor:
         chosen, tpot_s = decision.chosen, decision.tpot_s
         assert chosen is not None
         assert tpot_s is not None
-        crowd_tpot_s = tpot_s
-        if chosen.instance == decision.decode:
-            row = self.fleet.find(decision.decode)
-            assert row is not None
-            crowd_tpot_s = self._predict_tpot(row, question, chosen.prefix_len)
-        return Forecast(chosen.ttft_s, tpot_s, decision.decode, crowd_tpot_s)
+        prefill, decode = self.fleet.find(chosen.instance), self.fleet.find(decision.decode)
+        assert prefill is not None
+        assert decode is not None
+        delays = predict_delays(self.fleet, prefill, decode, question.prompt_len, chosen.prefix_len)
+        return Forecast(chosen.ttft_s, tpot_s, decision.decode, chosen.instance, delays)
 
-    def _predict_tpot(self, row: int, question: Question, prefix_len: int | None = None) -> float:
+    def _predict_tpot(self, row: int, question: Question) -> float:
         rows = slice(row, row + 1)
-        known = question.prompt_len if prefix_len is None else prefix_len
-        return float(
-            predict_tpot(self.fleet, rows, question.prompt_len, question.max_tokens, known)[0]
-        )
+        return float(predict_tpot(self.fleet, rows, question.prompt_len, question.max_tokens)[0])
 
     def _has_room(self, row: int, question: Question) -> bool:
         """Return True if a decode instance has room for a prompt's blocks beside those in use.

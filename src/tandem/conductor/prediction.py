@@ -4,12 +4,13 @@ Pure.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from tandem.conductor.fleet import Fleet, FloatColumn, IntColumn
 
-__all__ = ["TtftParts", "predict_tpot", "predict_ttft"]
+__all__ = ["Delays", "TtftParts", "predict_delays", "predict_tpot", "predict_ttft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,6 @@ def predict_tpot(
     rows: IntColumn | slice,
     prompt_len: int,
     max_tokens: int,
-    prefix_len: int | None = None,
 ) -> FloatColumn:
     """Predict the mean time per token on instances, if each decoded one more request.
 
@@ -97,22 +97,54 @@ def predict_tpot(
         rows: rows of the instances, as an index of columns.
         prompt_len: number of tokens that its first decode reads.
         max_tokens: largest number of tokens that it may generate; half of them are expected.
-        prefix_len: number of prompt tokens that need not be computed there. The others are computed
-            between the tokens of requests that decode already, and the result is those requests'
-            time.
-            None: the whole prompt need not be computed there.
     """
     step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs[:, rows]
     num_tokens = max(max_tokens / 2, 1.0)
     decode_s = step_cost + decode_cost * (fleet.num_decoding[rows] + 1)
     decode_s += kv_cost * (fleet.decode_tokens[rows] + (prompt_len + num_tokens / 2))
     queued = fleet.queued_tokens[rows]
-    queued_context = fleet.queued_context[rows]
-    if prefix_len is not None and prefix_len < prompt_len:
-        queued = queued + (prompt_len - prefix_len)
-        queued_context = queued_context + 0.5 * (prompt_len * prompt_len - prefix_len * prefix_len)
-    queue_s = token_cost * queued + context_cost * queued_context
+    queue_s = token_cost * queued + context_cost * fleet.queued_context[rows]
     # Each decode step also waits for its share of the queued prompts' time: the whole queue spread
     # over the request's tokens, but at most one step full of prompt tokens.
     step_share = fleet.max_batch_tokens[rows] / np.maximum(queued, 1.0)
     return decode_s + queue_s * np.minimum(step_share, 1.0 / num_tokens)
+
+
+class Delays(NamedTuple):
+    """The predicted times by which requests of an instance delay each other, in seconds."""
+
+    step_s: float = 0.0
+    """A step of the instance that decodes a new request, with it and without prompts."""
+    queue_s: float = 0.0
+    """The prompts that are queued where its prompt is computed."""
+    prompt_s: float = 0.0
+    """Its prompt."""
+    full_s: float = 0.0
+    """A full step of short prompts where its prompt is computed, beyond what else is in the step.
+    """
+
+
+def predict_delays(
+    fleet: Fleet, prefill: int, decode: int, prompt_len: int, prefix_len: int
+) -> Delays:
+    """Predict how a new request delays others, and they it.
+
+    Args:
+        fleet: state of the instances; not modified.
+        prefill: row of the instance that computes its prompt.
+        decode: row of the instance that decodes it.
+        prompt_len: number of tokens of the prompt.
+        prefix_len: number of prompt tokens that need not be computed.
+    """
+    step_cost, _, _, decode_cost, kv_cost = fleet.costs[:, decode].tolist()
+    _, token_cost, context_cost, _, _ = fleet.costs[:, prefill].tolist()
+    context = 0.5 * (prompt_len * prompt_len - prefix_len * prefix_len)
+    queued, queued_context = fleet.queued_tokens[prefill], fleet.queued_context[prefill]
+    return Delays(
+        step_cost
+        + decode_cost * (float(fleet.num_decoding[decode]) + 1)
+        + kv_cost * (float(fleet.decode_tokens[decode]) + prompt_len),
+        token_cost * float(queued) + context_cost * float(queued_context),
+        token_cost * (prompt_len - prefix_len) + context_cost * context,
+        token_cost * float(fleet.max_batch_tokens[prefill]),
+    )
