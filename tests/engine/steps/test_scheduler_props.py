@@ -196,11 +196,14 @@ def test_long_traffic_over_a_tier_is_sound_and_exercises_everything():
     assert any(0 < r.report.num_loaded_tokens < r.report.num_cached_tokens for r in world.ended)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_traffic_with_prefills_that_are_held_and_decodes_from_elsewhere_is_sound(order):
-    tier = ToyTier(random.Random(6))
+@pytest.mark.parametrize(("order", "seed"), [*((order, 6) for order in ORDERS), ("chunked", 9)])
+def test_traffic_with_prefills_that_are_held_and_decodes_from_elsewhere_is_sound(order, seed):
+    """With the last seed a request starts while blocks of its load have arrived behind one that has
+    not: they make room for a copy, else tokens that the index has are computed again.
+    """
+    tier = ToyTier(random.Random(seed))
     overlap = order != "prefill_first"
-    world = World(30, 6, order=order, tier=tier, handover_chance=0.3, overlap=overlap)
+    world = World(30, seed, order=order, tier=tier, handover_chance=0.3, overlap=overlap)
     drive(world, 400)
     assert world.num_held_checked > 20
     reasons = [r.finish_reason for r in world.ended]

@@ -53,16 +53,23 @@ def test_a_prefix_comes_from_the_other_machine(scope):
 
 
 def test_the_conductor_and_instances_are_told_what_a_server_tells(monkeypatch):
-    """Loads from the store at the speed that was measured; cached tokens are no queue."""
-    expected, add = [], SimInstance.add
+    """Loads from the store at the speed that was measured; cached tokens are no queue, but what is
+    to be computed after a load is.
+    """
+    expected, add, begin = [], SimInstance.add, SimInstance._begin_loads
 
     def note(instance, message, *arguments):
         expected.append(message.expected_len)
         add(instance, message, *arguments)
         queued.append(instance.measure_load().queued_tokens)
 
-    queued = []
+    def note_loads(instance, plan):
+        begin(instance, plan)
+        loading.append(instance.measure_load().queued_tokens)
+
+    queued, loading = [], []
     monkeypatch.setattr(SimInstance, "add", note)
+    monkeypatch.setattr(SimInstance, "_begin_loads", note_loads)
     cluster = build_cluster(make())
     rows = [
         TraceRow(0.0, 2500, 2000, IDS),
@@ -72,10 +79,15 @@ def test_the_conductor_and_instances_are_told_what_a_server_tells(monkeypatch):
     cluster.run(rows)
     assert expected == [0, 2048, 2048]
     assert queued == [2500, 452, 452]
+    assert loading == [452]
     fleet = cluster.placing.conductor.fleet
     row = fleet.find(cluster.decisions[1].decode)
     # 100 MB/s, of 1,000 bytes a token.
     assert fleet.load_tokens_per_s[row] == pytest.approx(100_000)
+    # Depth 0 is what a server tells of a model without windows and states.
+    assert fleet.group_depths == frozenset()
+    states = [each.scheduler._state for each in cluster.instances.values()]
+    assert {(each.windows, each.states) for each in states} == {(None, None)}
 
 
 def test_a_full_segment_evicts():

@@ -158,7 +158,8 @@ class Admission:
             # A request that runs alone can have every block, so only its first chunk must fit now;
             # it cannot wait forever.
             needed = state.count_blocks(min(match.num_tokens + budget, request.num_tokens))
-        needed -= len(match.nodes)
+        # The request's own load, if it has one, is given up before its blocks are allocated.
+        needed -= len(match.nodes) + state.loads.count_done(request)
         return needed <= state.count_available(needed) - state.index.count_evictable(match)
 
     def _start(

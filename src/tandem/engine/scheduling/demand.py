@@ -19,7 +19,7 @@ def measure_load(state: SchedulerState) -> InstanceLoad:
     queued_context = 0.0
     num_needed = state.holds.num_pinned
     for request in state.requests.values():
-        num_queued = _count_queued(request)
+        num_queued = _count_queued(state, request)
         queued_tokens += num_queued
         queued_context += num_queued * (request.num_tokens - 0.5 * num_queued)
         if request.prefill_lease_s is None:
@@ -40,14 +40,14 @@ def measure_load(state: SchedulerState) -> InstanceLoad:
     )
 
 
-def _count_queued(request: Request) -> int:
+def _count_queued(state: SchedulerState, request: Request) -> int:
     """Return the number of a request's tokens that are to be computed before it decodes."""
     if request.state is RequestState.RUNNING:
         return request.num_remaining_tokens if request.queue.is_prefilling else 0
-    if request.state is RequestState.LOADING or request.prefill_kv is not None:
-        # The request's blocks are read from another instance or the store, so it computes no tokens
-        # here.
-        return 0
+    if request.prefill_kv is not None:
+        return 0  # All its blocks are read from the instance that computes them.
+    if request.state is RequestState.LOADING:
+        return max(request.num_tokens - state.loads.count_tokens(request), 0)
     # Use the server's estimate of the cached tokens (``expected_len``): how many are cached is
     # known only at admission.
     return max(request.num_remaining_tokens - request.expected_len, 0)

@@ -162,9 +162,24 @@ class BlockLoads:
         Blocks that a transfer still writes into are not among them.
         """
         load = self._loads.get(request)
+        return 0 if load is None else len(load.path) + self.count_done(request)
+
+    def count_done(self, request: Request) -> int:
+        """Return how many blocks of a request's load have arrived and are not in the index yet: as
+        many become free at once if the load is given up.
+        """
+        load = self._loads.get(request)
+        return 0 if load is None else sum(map(is_full_block, load.done))
+
+    def count_tokens(self, request: Request) -> int:
+        """Return how many leading tokens of a request are in the blocks that its load extends and
+        in those that it brings; 0 if it has no load.
+        """
+        load = self._loads.get(request)
         if load is None:
             return 0
-        return len(load.path) + sum(map(is_full_block, load.done))
+        num_pending = sum(is_full_block(pending.block_id) for pending in load.pending)
+        return (len(load.path) + num_pending) * self._block_size
 
     def has_load(self, request: Request) -> bool:
         """Return True if a load of this request has not ended."""
