@@ -41,8 +41,8 @@ from tandem.sim.cluster.store import SimStore
 __all__ = ["InstanceSetup", "SimInstance"]
 
 TOLD_DECODES = 32
-"""Number of steps without prefill of which one is reported to the conductor: an estimator takes
-longer to learn from a step than a scheduler to plan it.
+"""Number of steps without prefill of which one is reported to the conductor, after as many at the
+beginning: an estimator takes longer to learn from a step than a scheduler to plan it.
 """
 
 Put = Callable[[RequestOutput], None]
@@ -138,8 +138,8 @@ class SimInstance:
         self._is_called = False
         self._wake_s = math.inf
         self.on_step: Callable[[StepRecord], None] | None = None
-        """Called at the start of a step with its predicted time: for every step with prefill, and
-        for one in ``TOLD_DECODES`` of the others, which hardly differ.
+        """Called at the start of a step with its predicted time: for every step with prefill, for
+        the first ``TOLD_DECODES`` steps, and for one in as many of the others, which hardly differ.
         """
 
     # The methods below, up to ``num_live``, are those that a cluster calls on an instance.
@@ -220,6 +220,11 @@ class SimInstance:
     def measure_load(self) -> InstanceLoad:
         """Return the load: the tokens and blocks that live requests need."""
         return self.scheduler.measure_load()
+
+    @property
+    def group_depth(self) -> int:
+        """``InstanceInfo.group_depth``: 0, as a simulated scheduler keeps no windows and states."""
+        return 0
 
     @property
     def num_live(self) -> int:
@@ -351,7 +356,8 @@ class SimInstance:
                     StepWork(0, 0.0, work.num_decodes, work.decode_tokens)
                 )
             self.prefill_s += max(seconds - alone_s, 0.0)
-        if self.on_step is not None and (work.prefill_tokens or self.num_steps % TOLD_DECODES == 1):
+        is_told = work.prefill_tokens > 0 or self.num_steps % TOLD_DECODES == 1
+        if self.on_step is not None and (is_told or self.num_steps <= TOLD_DECODES):
             self.on_step(StepRecord(*work, seconds))
         end_s = now_s + seconds
         if self.readers:

@@ -113,6 +113,7 @@ class Placing:
                 config.block_size,
                 config.max_model_len,
                 config.step_tokens,
+                each.group_depth,
             )
             self.conductor.join(each.name, each.role)
             self.conductor.serve(InstanceRef(each.name, 0, IDENTITY), facts)
