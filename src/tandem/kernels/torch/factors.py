@@ -24,7 +24,7 @@ adds nothing.
 
 
 class _Held(NamedTuple):
-    """Where the factors of a ``LoraPart`` lie in a place."""
+    """Position of the factors of a ``LoraPart`` in a place."""
 
     head: int
     ranks: slice
