@@ -128,6 +128,19 @@ def test_both_margins_learn_from_what_came():
     assert 0.99 * 0.095 / 0.07 <= admission.tpot.get_factor(100.0) < 1.11 * 0.095 / 0.07
 
 
+def test_the_expected_length_falls_faster_than_it_rises():
+    """An answer that is shorter than expected breaks a promise; a longer one has room to spare."""
+    admission, shares = Admission("early"), []
+    for number, num_tokens in enumerate((2, 10, 2, 10)):
+        name, now_s = f"r{number}", float(number)
+        admission.note_accepted(ask(name), Forecast(0.5, 0.07), now_s)
+        admission.note_first_token(name, now_s + 0.1)
+        admission.note_end(name, num_tokens, now_s + 0.2)
+        shares.append(admission._expected_share)
+    falls, rises = shares[1] - shares[2], shares[3] - shares[2]
+    assert 0 < rises < 0.2 * falls
+
+
 def test_accepted_requests_keep_their_time_between_tokens():
     """A request that would keep its own objective, but not that of one that decodes already."""
 
@@ -150,10 +163,10 @@ def test_accepted_requests_keep_their_time_between_tokens():
     refused = decide(many, 0.004, prompt_len=1)
     assert refused.reason == "tpot"
     assert "accepted" in refused.what
-    # A prompt of 100 tokens takes 10 ms, between some 5 tokens of the others.
+    # A prompt of 200 tokens takes 20 ms, between some 10 tokens of the others.
     one = Load(num_decoding=1)
     assert decide(one, 0.004, prompt_len=1) is None
-    assert decide(one, 0.004, prompt_len=100).reason == "tpot"
+    assert decide(one, 0.004, prompt_len=200).reason == "tpot"
 
 
 def ask_prompt(conductor, name, prompt_len, max_tokens=400, now_s=0.0, ttft_s=90.0):

@@ -46,8 +46,12 @@ the predicted one, as it can be when prompts are computed between the tokens."""
 SAFE_TTFT = 0.5
 """Share of its objective up to which a predicted and a real time to first token say nothing about
 the margin: the error of a short time is small, however many times the predicted time it is."""
-FIRST_SHARE = 0.5
+FIRST_SHARE = 1.0
 """Share of ``max_tokens`` that an answer is expected to have, before any has ended."""
+LONGER_WEIGHT = 0.1
+"""Weight of an answer that was longer than expected when the expected share of ``max_tokens`` is
+updated, beside 1 of a shorter one: an answer that is shorter than expected has less room for later
+prompts between its tokens than was reckoned with, and breaks its promise."""
 FIRST_DECODE_S = 10.0
 DECODE_MEMORY = 0.95
 """Weight of the old mean when an ended request updates the mean decoding time."""
@@ -305,8 +309,8 @@ class Admission:
         self._newest = 0
         self._mean_decode_s = FIRST_DECODE_S
         self._mean_tokens = 1.0
-        self._mean_share = FIRST_SHARE
-        """Mean length of answers as a share of ``max_tokens``."""
+        self._expected_share = FIRST_SHARE
+        """Length of answers as a share of ``max_tokens``, below that of most."""
 
     def foresee(self, fleet: Fleet, forecast: Forecast, now_s: float) -> Forecast:
         """Return a forecast (predicted times of a request) with the time between tokens that the
@@ -353,7 +357,7 @@ class Admission:
         if forecast.prefill != forecast.decode:
             delays = Delays(step_s=delays.step_s)  # No prompt is computed where it is decoded.
         between = self._crowds.find_tpot(
-            forecast.decode, delays, tpot_factor, self._mean_share, now_s
+            forecast.decode, delays, tpot_factor, self._expected_share, now_s
         )
         if between.load > tpot_load:
             tpot_load, tpot_s, tpot_limit_s = between
@@ -460,7 +464,7 @@ class Admission:
             if num_tokens > 1 and objective_s is not None:
                 # A short answer counts less: one long gap, as at a hand-over to another instance,
                 # is a large part of its mean, and no margin on the duration of steps covers that.
-                num_gaps = max(accepted.max_tokens * self._mean_share - 1.0, 1.0)
+                num_gaps = max(accepted.max_tokens * self._expected_share - 1.0, 1.0)
                 self.tpot.note(
                     accepted.tpot_s + later_s / num_gaps,
                     decode_s / (num_tokens - 1),
@@ -470,8 +474,9 @@ class Admission:
                 )
             change = num_tokens - self._mean_tokens
             self._mean_tokens = max(self._mean_tokens + change * (1 - DECODE_MEMORY), 1.0)
-            change = num_tokens / max(accepted.max_tokens, 1) - self._mean_share
-            self._mean_share += change * (1 - DECODE_MEMORY)
+            change = num_tokens / max(accepted.max_tokens, 1) - self._expected_share
+            weight = LONGER_WEIGHT if change > 0 else 1.0
+            self._expected_share += change * weight * (1 - DECODE_MEMORY)
 
     # ---------------------------------------------------------------- the forecast
 
