@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from store_cluster import Cluster
 
+from quick import rest_slow
 from tandem.core.errors import CapacityError, ConflictError, PermissionDeniedError
 from tandem.rpc import make_runtime_dir
 from tandem.store import Part, PutOptions, PutResult
@@ -103,7 +104,9 @@ def test_a_host_that_comes_back_without_its_memory_joins_when_the_old_one_is_los
     assert client.get("key") == b"y"
 
 
-def test_a_new_master_learns_of_100_000_objects(cluster):
+@pytest.mark.parametrize("num_objects", rest_slow([20_000], [20_000, 100_000]))
+def test_a_new_master_learns_of_many_objects(cluster, num_objects):
+    """More than a page of a host's inventory; what waits meanwhile is done."""
     cluster.config = msgspec.structs.replace(
         cluster.config, put_timeout_ms=30_000, deadline_ms=60_000
     )
@@ -111,7 +114,7 @@ def test_a_new_master_learns_of_100_000_objects(cluster):
     host = cluster.start("host", name="h1", segment_bytes=2**27)
     client = cluster.client()
     cluster.wait_hosts(client, 1)
-    keys = [f"{i:064}" for i in range(100_000)]
+    keys = [f"{i:064}" for i in range(num_objects)]
     for begin in range(0, len(keys), 20_000):
         part = keys[begin : begin + 20_000]
         results = client.put_many(part, [key[-8:].encode() for key in part])

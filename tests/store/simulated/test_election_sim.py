@@ -14,6 +14,7 @@ import pytest
 from store_masters import ETCD, MASTERS, MastersWorld
 from test_store_sim import CONFIG, HOSTS, Run, Scenario
 
+from quick import rest_slow
 from tandem.core.clock import MonotonicClock
 from tandem.core.errors import PeerLostError, TandemError
 from tandem.sim import Faults, run_virtual
@@ -236,7 +237,11 @@ MUTANTS = {
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", MUTANTS)
+# The slow one takes several times as many seeds to show as the others; it takes away what hosts
+# check, as "hosts obey whoever orders" does.
+@pytest.mark.parametrize(
+    "name", rest_slow([n for n in MUTANTS if n != "all terms have one epoch"], MUTANTS)
+)
 def test_mutants_are_caught(name, monkeypatch, caplog):
     """The simulator can fail: each safety rule, taken away, is missed within a few seeds."""
     monkeypatch.setattr(*MUTANTS[name])

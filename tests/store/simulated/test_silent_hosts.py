@@ -9,6 +9,7 @@ import asyncio
 import pytest
 from store_world import StoreWorld
 
+from quick import rest_slow
 from tandem.core.errors import DeadlineError
 from tandem.sim import Faults, run_virtual
 from tandem.store.client.client import PutResult
@@ -82,10 +83,26 @@ async def put_beside_a_stopped_host(
     return took_s, silent, world
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("is_known", [False, True])
-@pytest.mark.parametrize(("size", "is_tcp"), [(100, False), (50_000, False), (50_000, True)])
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+SIZES = [(100, False), (50_000, False), (50_000, True)]
+"""Bytes of a value, and whether those for a host that is stopped stay on the way."""
+# A put with the request; into granted space, which the client has or not; and one that is held up.
+QUICK = [(0, 100, False, False, 1), (0, 50_000, False, True, 2), (0, 50_000, False, False, 1)]
+QUICK += [(0, 50_000, True, True, 1), (0, 50_000, True, False, 2)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "size", "is_tcp", "is_known", "replicas"),
+    rest_slow(
+        QUICK,
+        [
+            (seed, *size, is_known, replicas)
+            for seed in (0, 1)
+            for size in SIZES
+            for is_known in (False, True)
+            for replicas in (1, 2)
+        ],
+    ),
+)
 def test_puts_leave_a_host_that_is_stopped(seed, size, is_tcp, is_known, replicas):
     took_s, silent, _ = run_virtual(
         lambda: put_beside_a_stopped_host(seed, size, replicas, is_tcp=is_tcp, is_known=is_known)

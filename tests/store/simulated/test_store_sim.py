@@ -9,12 +9,14 @@ named.
 
 import asyncio
 import gc
+import itertools
 import random
 
 import msgspec
 import pytest
 from store_world import SimHostPort, StoreWorld
 
+from quick import rest_slow
 from tandem._native import BatchRead
 from tandem.core.errors import CorruptionError, NotFoundError, TandemError
 from tandem.sim import Faults, run_virtual
@@ -540,8 +542,13 @@ def play_scenario(
     return scenario
 
 
-@pytest.mark.parametrize("inline", [False, True])
-@pytest.mark.parametrize("victim", VICTIMS)
+# Each victim, and each way to put while the master or a host dies.
+SAMPLED = [("master", True), ("h0", False), ("h1", True), ("client", False)]
+
+
+@pytest.mark.parametrize(
+    ("victim", "inline"), rest_slow(SAMPLED, itertools.product(VICTIMS, [False, True]))
+)
 def test_a_crash_at_a_sample_of_steps(victim, inline):
     whole = play_scenario(victim, -1, inline=inline)
     counters, num_steps = whole.world.master.state.counters, whole.num_steps
@@ -554,7 +561,7 @@ def test_a_crash_at_a_sample_of_steps(victim, inline):
         play_scenario(victim, step, inline=inline)
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("victim", rest_slow(["master", "h1"], VICTIMS))
 def test_a_crash_at_a_sample_of_steps_with_disks(victim):
     """Steps of disks are steps: between an eviction and the write behind, in loads, in removals."""
     whole = play_scenario(victim, -1, has_disks=True)
