@@ -52,7 +52,7 @@ test: $(STAMPS)/dev
 # What depends on the instruction set, as it is on a CPU with nothing wider than AVX2: the kernels
 # and adapters once, serving in both dtypes. A machine without more has done this in `make test`.
 ISA_SERVING := tests/e2e/test_demo_server.py tests/e2e/test_disaggregated_serve.py \
-  tests/e2e/test_store_serve.py
+  tests/e2e/test_server_limits.py
 ISA_KERNELS := tests/kernels tests/engine/steps/test_adapters.py \
   tests/engine/steps/test_latent_engine.py tests/engine/tiers/test_disaggregation.py \
   tests/engine/tiers/test_store_tier.py tests/engine/tiers/test_bitwise.py

@@ -56,6 +56,7 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 ONE_SERVER = {
+    "tests/e2e/answers/test_log_likelihood.py",
     "tests/e2e/answers/test_structured.py",
     "tests/e2e/test_demo_server.py",
     "tests/e2e/test_disaggregated_serve.py",

@@ -1,4 +1,4 @@
-"""Full queues, dying instances, draining, keys: one server, which the last test ends."""
+"""A killed store and instance, full queues, draining, keys: a server, which the last test ends."""
 
 import concurrent.futures
 import json
@@ -7,25 +7,32 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
 
 LONG = {"model": "demo", "prompt": "def f(x):\n", "max_tokens": 200, "ignore_eos": True}
 KEY = {"Authorization": "Bearer s3cret"}
+PREFIX = "def read_file(path):\n    return open(path).read()\n" * 12
+SEGMENTS = Path(f"/dev/shm/tandem-{os.geteuid()}")
+BLOCK = 64
 
 
 @pytest.fixture(scope="module")
 def guarded(serve_demo_module):
-    """A server behind a key, with room for few; its client has the key."""
+    """A server behind a key, with room for few, and with a store; its client has the key."""
     flags = ["--engine.max-running", "16", "--engine.max-queue", "4"]
     flags += ["--server.drain-timeout-s", "600"]
+    flags += ["--store.memory", "128MiB", "--tiers.prefetch", "wait"]
     with serve_demo_module(*flags, env={"TANDEM_SERVER__API_KEY": "s3cret"}) as live:
         live.client.headers.update(KEY)
         yield live
     text = "".join(live.log)
     assert "Traceback" not in text
     assert "leaked" not in text
+    name = f"serve-{live.process.pid}"
+    assert not [entry for entry in SEGMENTS.iterdir() if entry.name.startswith(name)]
 
 
 def open_client(server) -> httpx.Client:
@@ -54,6 +61,94 @@ def stream_to_end(server, body: dict, on_first=None) -> tuple[int, list[dict], h
                 if len(events) == 1 and on_first is not None:
                     on_first()
     return 200, events, response.headers
+
+
+def ask_for_prefix(server):
+    """(text, cached tokens) of a greedy completion."""
+    body = {"model": "demo", "prompt": PREFIX, "max_tokens": 8, "temperature": 0}
+    answer = server.client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return answer.json()["choices"][0]["text"], usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def list_children(pid):
+    """Command lines of child processes by process id."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                stat = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(stat[1]) == pid:
+                    found[int(entry.name)] = (entry / "cmdline").read_text()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+def find_store(server):
+    pids = [p for p, c in list_children(server.process.pid).items() if "store.process" in c]
+    return pids[0] if pids else None
+
+
+def read_fill(server):
+    return server.client.get("/server_info").json()["store"]
+
+
+def test_a_prefix_outlives_the_killed_store_and_instance(guarded):
+    """What is in the store is found by the next store process, and by the next instance.
+
+    The first test of the server: nothing else is in its store.
+    """
+    server = guarded
+    text, cached = ask_for_prefix(server)
+    assert cached == 0
+    stored = ask_for_prefix(server)[1] // BLOCK * BLOCK
+    # Written behind the answers.
+    server.wait_until(lambda: server.stats()["stored_blocks"] * BLOCK >= stored, 60)
+    server.wait_until(lambda: read_fill(server)["num_objects"] * BLOCK >= stored, 60)
+    told = read_fill(server)
+    assert 0 < told["used_bytes"] < told["capacity_bytes"] <= 128 << 20
+    store = find_store(server)
+    os.kill(store, signal.SIGKILL)
+    server.wait_until(lambda: find_store(server) not in (store, None), 60)
+    check_that_streams_outlive_a_killed_instance(server)
+    again, cached = ask_for_prefix(server)
+    assert again == text
+    assert cached >= stored
+
+
+def check_that_streams_outlive_a_killed_instance(server):
+    """The only instance dies in mid-stream: clients get all their tokens, once, from the next.
+
+    So does one that asks while no instance runs.
+    """
+    seeded = {**LONG, "max_tokens": 400, "seed": 3}
+    pid = server.instance_pid()
+    seen = threading.Semaphore(0)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(stream_to_end, server, seeded, seen.release) for _ in range(4)]
+        for _ in jobs:
+            assert seen.acquire(timeout=30)
+        os.kill(pid, signal.SIGKILL)
+        server.wait_until(lambda: server.client.get("/ready").status_code == 503)
+        ready = server.client.get("/ready").json()
+        late = server.client.post("/v1/completions", json={**seeded, "max_tokens": 4})
+        assert late.status_code == 200, late.text
+        results = [job.result(timeout=120) for job in jobs]
+    texts = set()
+    for status, events, _ in results:
+        assert status == 200
+        assert events[-1]["choices"][0]["finish_reason"] == "length", events[-1]
+        texts.add("".join(event["choices"][0]["text"] for event in events))
+    whole = server.client.post("/v1/completions", json=seeded).json()
+    assert texts == {whole["choices"][0]["text"]}
+    assert "[" not in ready["detail"], ready
+    server.wait_until(lambda: server.client.get("/health").status_code == 200, 90)
+    assert server.instance_pid() != pid
+    answer = server.client.post("/v1/completions", json={**LONG, "max_tokens": 4})
+    assert answer.status_code == 200
+    server.wait_until(lambda: any("event=instance_back restarts=1" in x for x in server.log))
 
 
 def test_a_key_guards_all_but_health(guarded):
@@ -85,40 +180,6 @@ def test_16_streams_4_queued_the_rest_refused(guarded):
         else:
             assert events[-1]["choices"][0]["finish_reason"] == "length"
     guarded.wait_until(guarded.is_idle)
-
-
-def test_streams_outlive_a_killed_instance(guarded):
-    """The only instance dies in mid-stream: clients get all their tokens, once, from the next.
-
-    So does one that asks while no instance runs.
-    """
-    server = guarded
-    seeded = {**LONG, "max_tokens": 400, "seed": 3}
-    pid = server.instance_pid()
-    seen = threading.Semaphore(0)
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        jobs = [pool.submit(stream_to_end, server, seeded, seen.release) for _ in range(4)]
-        for _ in jobs:
-            assert seen.acquire(timeout=30)
-        os.kill(pid, signal.SIGKILL)
-        server.wait_until(lambda: server.client.get("/ready").status_code == 503)
-        ready = server.client.get("/ready").json()
-        late = server.client.post("/v1/completions", json={**seeded, "max_tokens": 4})
-        assert late.status_code == 200, late.text
-        results = [job.result(timeout=120) for job in jobs]
-    texts = set()
-    for status, events, _ in results:
-        assert status == 200
-        assert events[-1]["choices"][0]["finish_reason"] == "length", events[-1]
-        texts.add("".join(event["choices"][0]["text"] for event in events))
-    whole = server.client.post("/v1/completions", json=seeded).json()
-    assert texts == {whole["choices"][0]["text"]}
-    assert "[" not in ready["detail"], ready
-    server.wait_until(lambda: server.client.get("/health").status_code == 200, 90)
-    assert server.instance_pid() != pid
-    answer = server.client.post("/v1/completions", json={**LONG, "max_tokens": 4})
-    assert answer.status_code == 200
-    server.wait_until(lambda: any("event=instance_back restarts=1" in x for x in server.log))
 
 
 def test_ctrl_c_drains_and_a_second_one_ends_what_runs(guarded):

@@ -15,8 +15,8 @@ from tandem.models.loading.hub import resolve_folder
 CONTEXT = "def add(a, b):\n"
 CONTINUATIONS = ["    return a + b\n", "    return b\n\n\ndef", "x", " 世界"]
 TOLERANCE = 5e-3
-"""Of a continuation's sum. Both sides are float32 from the same weights, experts not packed, so
-that a lost token (several nats) is a thousand times more."""
+"""Of a continuation's sum. Both sides are float32 from the same weights, so that a lost token
+(several nats) is a thousand times more."""
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,6 @@ def reference():
 
     model = AutoModelForCausalLM.from_pretrained(resolve_folder("demo"), dtype=torch.float32)
     return model.eval()
-
-
-@pytest.fixture(scope="module")
-def server(serve_demo_module):
-    with serve_demo_module(
-        "--model.expert-format", "none", "--model.linear-format", "none", "--model.dtype", "float32"
-    ) as live:
-        yield live
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
