@@ -272,28 +272,3 @@ def test_under_pressure_clients_get_shares_by_weight():
     assert decide("c", priority=1).reason == "share"
     conductor.set_load("u0", Load(queued_tokens=6000))
     assert decide("a") is None, "there is enough for all"
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_beginning_is_counted_out_again(seed):
-    admission, chance = Admission("predicted"), random.Random(seed)
-    live, now_s = [], 0.0
-    for number in range(500):
-        now_s += chance.choice((0.0, 0.05, 3.0, 300.0 if chance.random() < 0.02 else 0.1))
-        decode = chance.choice(("d0", "d1"))
-        prefill = chance.choice((decode, "p0"))
-        forecast = Forecast(chance.choice((0.1, 5.0, 500.0)), 0.05, decode, prefill)
-        question = ask(f"r{number}", tpot_s=chance.choice((None, 0.1, 0.2)))
-        admission.note_accepted(question, forecast, now_s)
-        live.append(f"r{number}")
-        if chance.random() < 0.7:
-            admission.note_first_token(chance.choice(live), now_s)
-        if chance.random() < 0.2:
-            admission.note_moved(chance.choice(live), chance.choice(("d0", "d1", "d2")))
-        if chance.random() < 0.9:
-            admission.note_end(live.pop(chance.randrange(len(live))), 5, now_s)
-    for name in live:
-        admission.note_end(name, 5, now_s)
-    assert not admission._live
-    assert not admission._begun.any()
-    assert not admission._crowds._crowds

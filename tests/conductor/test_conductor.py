@@ -262,6 +262,16 @@ def test_a_journal_has_the_windows_and_states_by_which_a_prefix_counts():
     assert all(each.now == each.then for each in replayed)
 
 
+def test_a_journal_of_the_version_before_is_replayed():
+    """Its ends of requests do not say if the answer was whole."""
+    lines = [
+        b'{"version":3,"policy":"prefix","admission":"none"}\n',
+        b'["note_end",["r",4,1.5]]\n',
+        b'["note_end",["s",4,1.5,false]]\n',
+    ]
+    assert list(replay_journal(lines)) == []
+
+
 def test_a_journal_has_every_event_of_a_conductor():
     questions = {
         "is_draining",

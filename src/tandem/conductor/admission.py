@@ -18,17 +18,17 @@ that have had less than their fair share come first. Time is an argument.
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tandem.conductor.crowds import Crowds
 from tandem.conductor.fleet import DECODE, PREFILL, Fleet, FloatColumn
 from tandem.conductor.margin import Margin
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.prediction import Delays
-from tandem.core.wire import Slo
 
 __all__ = ["Admission", "AdmissionMode", "Rejection"]
 
@@ -36,7 +36,7 @@ AdmissionMode = Literal["none", "early", "predicted"]
 
 SOFT_LIMIT = 0.7
 """Largest predicted share of an objective for requests of low priority, and for clients that have
-had more than their share."""
+had more than their share; of what the objective leaves beyond the time on an idle instance."""
 SHARE_MEMORY_S = 60.0
 """Half-life of the work counted for a client, in seconds."""
 MAX_RETRY_S = 60
@@ -64,15 +64,20 @@ class Forecast(NamedTuple):
     """The predicted times of a request that is not accepted yet."""
 
     ttft_s: float
-    """Predicted time to first token, seconds."""
+    """Predicted time to first token, seconds; 0: unknown, as the instance is idle and has computed
+    nothing yet."""
     tpot_s: float
-    """Predicted time between its tokens, seconds."""
+    """Predicted time between its tokens, seconds; 0: unknown."""
     decode: str = ""
     """Name of the instance that is to decode it."""
     prefill: str = ""
-    """Name of the instance that is to compute its prompt."""
+    """Name of the instance that is to compute its prompt; empty if the prompt is computed."""
     delays: Delays = Delays()
     """Times on those two instances by which requests delay each other."""
+    idle_ttft_s: float = 0.0
+    """Predicted time to first token if no other prompt were queued, seconds."""
+    idle_tpot_s: float = 0.0
+    """Predicted time between its tokens if nothing else were decoded, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +105,6 @@ class _Accepted:
     """
 
     bucket: int
-    ttft_s: float
-    """Predicted time to first token, seconds."""
     tpot_s: float
     """Predicted time between tokens, seconds."""
     decode: str
@@ -109,176 +112,68 @@ class _Accepted:
     prefill: str
     """Name of the instance that computes its prompt."""
     accepted_s: float
-    slo: Slo
-    max_tokens: int
+    question: Question
+    prompt_s: float
+    """Time that its prompt takes, seconds."""
     full_s: float
     """Longest time by which later prompts delay its first token: a full step of them, seconds."""
-    work_s: float = 0.0
-    """Value of its prefill instance's ``_Crowd.work_s`` when it had been accepted."""
     first_s: float | None = None
+    is_moved: bool = False
+    """True if another instance took over after its first token."""
 
 
 class _Shares:
     """The recent work done for each client, in sums that decay with time."""
 
     def __init__(self) -> None:
-        self._work: dict[str, tuple[float, float, float]] = {}
+        self._work: OrderedDict[str, tuple[float, float, float]] = OrderedDict()
         """For each client: its decayed work, the time of that value in seconds, and the client's
-        weight."""
+        weight. Those with the newest times come last."""
+
+    def __len__(self) -> int:
+        return len(self._work)
 
     def add(self, client: str, weight: float, work: float, now_s: float) -> None:
         """Add work done for a client (tokens of its requests) to its recent work."""
-        self._work[client] = (self._read(client, now_s) + work, now_s, weight)
+        self._work[client] = (max(self._read(client, now_s) + work, 0.0), now_s, weight)
+        self._work.move_to_end(client)
+        # Forget clients that have had nothing lately, or as many would be kept as ever asked.
+        while self._read(oldest := next(iter(self._work)), now_s) < 1.0:
+            del self._work[oldest]
+            if not self._work:
+                break
+
+    def correct(self, client: str, work: float, added_s: float, now_s: float) -> None:
+        """Take back work that was added at time ``added_s`` and was not done."""
+        if client in self._work:
+            _, _, weight = self._work[client]
+            self.add(client, weight, -work * _decay(now_s - added_s), now_s)
 
     def has_excess(self, client: str, weight: float, now_s: float) -> bool:
         """Return True if a client has had more than its fair share of all clients' recent work."""
         parts = {name: self._read(name, now_s) for name in self._work}
-        for name in [name for name, work in parts.items() if work < 1.0]:
-            del self._work[name], parts[name]
-        total = sum(parts.values())
-        weights = sum(self._work[name][2] for name in parts if name != client) + weight
-        return parts.get(client, 0.0) > total * weight / weights
+        own = parts.pop(client, 0.0)
+        others = {name: part for name, part in parts.items() if part >= 1.0}
+        # A client alone has no excess, whatever the rounding.
+        weights = sum(self._work[name][2] for name in others)
+        return bool(others) and own * weights > sum(others.values()) * weight
 
     def _read(self, client: str, now_s: float) -> float:
         work, at_s, _ = self._work.get(client, (0.0, now_s, 1.0))
-        return work * 0.5 ** ((now_s - at_s) / SHARE_MEMORY_S)
+        return work * _decay(now_s - at_s)
 
 
-@dataclass(slots=True)
-class _Crowd:
-    """The live requests of one instance, accepted before a new one."""
+def _decay(elapsed_s: float) -> float:
+    """Return the share of a client's work that still counts after some seconds."""
+    return 0.5 ** (max(elapsed_s, 0.0) / SHARE_MEMORY_S)
 
-    work_s: float = 0.0
-    """Time to compute the prompts that the instance was sent, summed up, in seconds."""
-    waiting: dict[str, _Accepted] = field(default_factory=dict[str, _Accepted])
-    """Requests whose first token is to come from this instance."""
-    promised: dict[str, _Accepted] = field(default_factory=dict[str, _Accepted])
-    """Requests with an objective for the time between tokens that this instance decodes, or will.
+
+def _soften(idle_load: float) -> float:
+    """Return the largest load (predicted time as a share of the objective) for requests of low
+    priority, and for clients that have had their share, where an idle instance gives
+    ``idle_load``. What a request takes by itself does not count, or it would never be accepted.
     """
-
-
-class _Effect(NamedTuple):
-    """The effect of a new prompt on the request whose promise it endangers most."""
-
-    load: float = 0.0
-    """Predicted time as a share of the objective."""
-    time_s: float = 0.0
-    limit_s: float = math.inf
-
-
-class _Crowds:
-    """The live requests by instance, and the prompts that came after each."""
-
-    def __init__(self) -> None:
-        self._crowds: dict[str, _Crowd] = {}
-
-    def add(self, request_id: str, accepted: _Accepted, prompt_s: float) -> None:
-        """Add an accepted request, whose prompt takes ``prompt_s`` seconds."""
-        crowd = self._crowds.setdefault(accepted.prefill, _Crowd())
-        crowd.work_s += prompt_s
-        crowd.waiting[request_id] = accepted
-        accepted.work_s = crowd.work_s
-        self._promise(request_id, accepted)
-
-    def _promise(self, request_id: str, accepted: _Accepted) -> None:
-        if accepted.slo.tpot_s is not None and accepted.max_tokens > 1:
-            crowd = self._crowds.setdefault(accepted.decode, _Crowd())
-            crowd.promised[request_id] = accepted
-
-    def move(self, request_id: str, accepted: _Accepted, decode: str) -> None:
-        """Record that another instance than was planned decodes a request."""
-        self._drop(accepted.decode, request_id, is_decode=True)
-        accepted.decode = decode
-        self._promise(request_id, accepted)
-
-    def begin(self, request_id: str, accepted: _Accepted) -> None:
-        """Record that the first token of a request has come."""
-        self._drop(accepted.prefill, request_id, is_decode=False)
-
-    def remove(self, request_id: str, accepted: _Accepted) -> None:
-        """Remove a request that has ended."""
-        self._drop(accepted.prefill, request_id, is_decode=False)
-        self._drop(accepted.decode, request_id, is_decode=True)
-
-    def _drop(self, instance: str, request_id: str, *, is_decode: bool) -> None:
-        crowd = self._crowds.get(instance)
-        if crowd is not None:
-            (crowd.promised if is_decode else crowd.waiting).pop(request_id, None)
-            if not crowd.waiting and not crowd.promised:
-                del self._crowds[instance]
-
-    def get_later_s(self, accepted: _Accepted, instance: str) -> float:
-        """Return the time, in seconds, to compute the prompts that an instance was sent after an
-        accepted request; 0 if it does not compute that request's own.
-        """
-        crowd = self._crowds.get(instance)
-        if crowd is None or accepted.prefill != instance:
-            return 0.0
-        return crowd.work_s - accepted.work_s
-
-    def find_ttft(self, instance: str, prompt_s: float, factor: float) -> _Effect:
-        """Return the effect of a new prompt on the times to first token of those that wait.
-
-        Args:
-            instance: name of the instance that is to compute it.
-            prompt_s: time that it takes, seconds.
-            factor: margin on predicted times.
-        """
-        worst, crowd = _Effect(), self._crowds.get(instance)
-        if crowd is None or not prompt_s:
-            return worst
-        for accepted in crowd.waiting.values():
-            limit_s = accepted.slo.ttft_s
-            later_s = crowd.work_s - accepted.work_s
-            # Prompts that come after a full step of others cannot delay it any more.
-            if limit_s is None or later_s >= accepted.full_s:
-                continue
-            time_s = accepted.ttft_s + min(later_s + prompt_s, accepted.full_s)
-            load = time_s * factor / limit_s
-            if load > worst.load and accepted.ttft_s + later_s <= limit_s:
-                worst = _Effect(load, time_s, limit_s)
-        return worst
-
-    def find_tpot(
-        self, instance: str, delays: Delays, factor: float, share: float, now_s: float
-    ) -> _Effect:
-        """Return the effect of a new request on the times between tokens of those that decode, or
-        will.
-
-        Args:
-            instance: name of the instance that is to decode it.
-            delays: predicted times on that instance.
-            factor: margin on predicted times.
-            share: expected length of answers, as a share of ``max_tokens``.
-            now_s: monotonic seconds.
-        """
-        crowd = self._crowds.get(instance)
-        if crowd is None:
-            return _Effect()
-        step_s, queue_s, prompt_s = delays.step_s, delays.queue_s, delays.prompt_s
-        work_s, worst = crowd.work_s, _Effect()
-        for accepted in crowd.promised.values():
-            limit_s = accepted.slo.tpot_s
-            assert limit_s is not None
-            num_gaps = accepted.max_tokens * share - 1.0
-            if num_gaps < 1.0:
-                num_gaps = 1.0
-            later_s = work_s - accepted.work_s if accepted.prefill == instance else 0.0
-            first_s = accepted.first_s
-            if first_s is not None:
-                if now_s - first_s > num_gaps * limit_s:
-                    continue  # Its length was not foreseen, or the promise is broken.
-                # Prompts of other servers are known by the queue alone.
-                if later_s < queue_s:
-                    later_s = queue_s
-            time_s = step_s + later_s / num_gaps
-            if time_s > limit_s and step_s * factor <= limit_s:
-                continue  # Earlier prompts have broken the promise: this one cannot.
-            time_s += prompt_s / num_gaps
-            load = time_s * factor / limit_s
-            if load > worst.load:
-                worst = _Effect(load, time_s, limit_s)
-        return worst
+    return SOFT_LIMIT + (1.0 - SOFT_LIMIT) * min(idle_load, 1.0)
 
 
 class Admission:
@@ -302,7 +197,7 @@ class Admission:
         self.rejected: dict[str, int] = {}
         """Rejected requests since start, by reason."""
         self._shares = _Shares()
-        self._crowds = _Crowds()
+        self._crowds = Crowds()
         self._live: OrderedDict[str, _Accepted] = OrderedDict()
         self._begun: npt.NDArray[np.int64] = np.zeros(NUM_BUCKETS, np.int64)
         """Ring of counts: number of decodes that begin in each tenth of a second."""
@@ -321,7 +216,7 @@ class Admission:
             forecast: predicted times if the request began to decode now.
             now_s: monotonic seconds.
         """
-        if self.mode != "predicted":
+        if self.mode != "predicted" or not forecast.tpot_s:
             return forecast
         begin_s = now_s + forecast.ttft_s
         return forecast._replace(tpot_s=self._forecast_tpot(fleet, forecast.tpot_s, begin_s, now_s))
@@ -339,19 +234,21 @@ class Admission:
             return None
         ttft_factor, tpot_factor = self.ttft.get_factor(now_s), self.tpot.get_factor(now_s)
         delays = forecast.delays
-        ttft_load = tpot_load = 0.0
+        ttft_load = tpot_load = idle_ttft_load = idle_tpot_load = 0.0
         ttft_s, ttft_limit_s = forecast.ttft_s, slo.ttft_s
         tpot_s, tpot_limit_s = forecast.tpot_s, slo.tpot_s
         if ttft_limit_s is not None:
-            if delays.queue_s > delays.full_s:
+            if delays.queue_s > delays.full_s and ttft_s:
                 # Later prompts may fill up its last step. One that begins at once is spared them
                 # instead, as they would wait for it in any case.
                 ttft_s += delays.full_s
             ttft_load = ttft_s * ttft_factor / ttft_limit_s
-        if tpot_limit_s is not None:
+            idle_ttft_load = forecast.idle_ttft_s * ttft_factor / ttft_limit_s
+        if tpot_limit_s is not None and question.max_tokens > 1:
             tpot_load = tpot_s * tpot_factor / tpot_limit_s
-        own_load = max(ttft_load, tpot_load)
-        first = self._crowds.find_ttft(forecast.prefill, delays.prompt_s, ttft_factor)
+            idle_tpot_load = forecast.idle_tpot_s * tpot_factor / tpot_limit_s
+        own_ttft_load, own_tpot_load = ttft_load, tpot_load
+        first = self._crowds.find_ttft(forecast.prefill, delays.prompt_s, ttft_factor, now_s)
         if first.load > max(ttft_load, 1.0):
             ttft_load, ttft_s, ttft_limit_s = first
         if forecast.prefill != forecast.decode:
@@ -361,17 +258,16 @@ class Admission:
         )
         if between.load > tpot_load:
             tpot_load, tpot_s, tpot_limit_s = between
-        load = max(ttft_load, tpot_load)
-        limit = 1.0
-        if load > SOFT_LIMIT and question.priority >= 0:
+        ttft_bound = tpot_bound = 1.0
+        if max(ttft_load, tpot_load) > SOFT_LIMIT and question.priority >= 0:
             has_excess = self._shares.has_excess(question.client, question.weight, now_s)
             if question.priority > 0 or has_excess:
-                limit = SOFT_LIMIT
-        if load <= limit:
+                ttft_bound, tpot_bound = _soften(idle_ttft_load), _soften(idle_tpot_load)
+        if ttft_load <= ttft_bound and tpot_load <= tpot_bound:
             return None
-        is_ttft = ttft_load >= tpot_load
+        is_ttft = ttft_load / ttft_bound >= tpot_load / tpot_bound
         crowded, whose = "", ""
-        if own_load <= limit:
+        if own_ttft_load <= ttft_bound and own_tpot_load <= tpot_bound:
             crowded = forecast.prefill if is_ttft else forecast.decode
             whose = " of one accepted before"
         if is_ttft:
@@ -384,10 +280,10 @@ class Admission:
             reason, wait_s = "tpot", self._mean_decode_s * (1 - 1 / max(tpot_load, 1.0))
             what = f"a token{whose} would take {tpot_s * 1e3:.0f} ms, the objective is "
             what += f"{tpot_limit_s * 1e3:.0f} ms"
-        if load <= 1.0:
+        if max(ttft_load, tpot_load) <= 1.0:
             reason = "share"
             what += ", and its client has had its share"
-        retry_s = min(max(math.ceil(wait_s), 1), MAX_RETRY_S)
+        retry_s = max(math.ceil(min(wait_s, MAX_RETRY_S)), 1)
         return Rejection(f"{what}: try again in {retry_s} s", reason, retry_s, crowded)
 
     def note_rejected(self, rejection: Rejection) -> None:
@@ -396,6 +292,9 @@ class Admission:
 
     def note_accepted(self, question: Question, forecast: Forecast, now_s: float) -> None:
         """Add an accepted request to its client's recent work, and remember its predicted times."""
+        request_id = question.request_id
+        if request_id in self._live:
+            self._release(request_id, now_s)
         self._shares.add(
             question.client, question.weight, question.prompt_len + question.max_tokens, now_s
         )
@@ -404,24 +303,93 @@ class Admission:
         begin_s = now_s + min(forecast.ttft_s, BUCKET_S * NUM_BUCKETS / 2)
         accepted = _Accepted(
             self._find_bucket(begin_s),
-            forecast.ttft_s,
             forecast.tpot_s,
             forecast.decode,
             forecast.prefill,
             now_s,
-            question.slo,
-            question.max_tokens,
+            question,
+            forecast.delays.prompt_s,
             forecast.delays.full_s,
         )
-        self._live[question.request_id] = accepted
-        self._crowds.add(question.request_id, accepted, forecast.delays.prompt_s)
+        self._live[request_id] = accepted
         self._count(accepted.bucket, 1, now_s)
+        self._send(request_id, accepted, forecast.ttft_s)
 
-    def note_moved(self, request_id: str, decode: str) -> None:
-        """Record that an accepted request is decoded by another instance than was planned."""
+    def _send(self, request_id: str, accepted: _Accepted, ttft_s: float) -> None:
+        """Charge the prompt of a request to those before it, and add the request to those that
+        later ones are charged to.
+        """
+        work_s = self._crowds.charge(accepted.prefill, accepted.prompt_s)
+        if accepted.first_s is None:
+            self._crowds.wait(
+                request_id,
+                accepted.prefill,
+                work_s,
+                accepted.question.slo.ttft_s,
+                ttft_s,
+                accepted.full_s,
+                accepted.accepted_s,
+            )
+        self._promise(request_id, accepted, work_s)
+        self._crowds.prune(accepted.prefill)
+
+    def _promise(self, request_id: str, accepted: _Accepted, work_s: float) -> None:
+        question = accepted.question
+        if question.slo.tpot_s is not None and question.max_tokens > 1:
+            is_alone = accepted.prefill == accepted.decode
+            self._crowds.promise(
+                request_id,
+                accepted.decode,
+                work_s if is_alone else math.inf,
+                question.slo.tpot_s,
+                question.max_tokens,
+                accepted.first_s,
+            )
+
+    def _unsend(self, request_id: str, accepted: _Accepted, now_s: float) -> None:
+        """Remove a request from its instances, and take back the charges for that part of its
+        prompt which has not been computed.
+        """
+        crowds, prefill = self._crowds, accepted.prefill
+        left_s, work_s = 0.0, crowds.find_work(request_id, prefill)
+        if accepted.first_s is None and work_s is not None:
+            # Instances do not tell how much of a prompt they have computed: assume that it began
+            # when it was to begin.
+            ttft_s = crowds.get_ttft_s(request_id, prefill)
+            done_s = now_s - (accepted.accepted_s + ttft_s - accepted.prompt_s)
+            left_s = accepted.prompt_s - min(max(done_s, 0.0), accepted.prompt_s)
+        crowds.remove(request_id, prefill, accepted.decode)
+        if left_s and work_s is not None:
+            crowds.uncharge(prefill, left_s, work_s)
+
+    def is_live(self, request_id: str) -> bool:
+        """Return True if a request was accepted and has not ended."""
+        return request_id in self._live
+
+    def note_moved(self, request_id: str, forecast: Forecast, now_s: float) -> None:
+        """Record that an accepted request goes on at other instances than before.
+
+        Args:
+            request_id: id of a request, accepted or not.
+            forecast: the instances and predicted times. Without a name of an instance that computes
+                its prompt, only that which decodes it has changed.
+            now_s: monotonic seconds.
+        """
         accepted = self._live.get(request_id)
-        if accepted is not None and decode != accepted.decode:
-            self._crowds.move(request_id, accepted, decode)
+        if accepted is None:
+            return
+        if not forecast.prefill:
+            if forecast.decode != accepted.decode:
+                work_s = self._crowds.find_work(request_id, accepted.prefill)
+                self._crowds.drop_promise(request_id, accepted.decode)
+                accepted.decode = forecast.decode
+                self._promise(request_id, accepted, math.inf if work_s is None else work_s)
+            return
+        self._unsend(request_id, accepted, now_s)
+        accepted.prefill, accepted.decode = forecast.prefill, forecast.decode
+        accepted.prompt_s, accepted.full_s = forecast.delays.prompt_s, forecast.delays.full_s
+        accepted.is_moved = accepted.first_s is not None
+        self._send(request_id, accepted, now_s - accepted.accepted_s + forecast.ttft_s)
 
     def note_first_token(self, request_id: str, now_s: float) -> None:
         """Learn from a request's real time to first token: update the forecast of running decodes
@@ -434,15 +402,19 @@ class Admission:
         self._count(accepted.bucket, -1, now_s)
         accepted.bucket = self._find_bucket(now_s)
         self._count(accepted.bucket, 1, now_s)
-        later_s = self._crowds.get_later_s(accepted, accepted.prefill)
-        predicted_s = accepted.ttft_s + min(later_s, accepted.full_s)
+        crowds, prefill = self._crowds, accepted.prefill
+        ttft_s = crowds.get_ttft_s(request_id, prefill)
+        later_s = crowds.get_later_s(request_id, prefill, prefill)
+        predicted_s = ttft_s + min(later_s, accepted.full_s) if ttft_s else 0.0
         real_s = now_s - accepted.accepted_s
-        objective_s = accepted.slo.ttft_s
+        objective_s = accepted.question.slo.ttft_s
         is_long = objective_s is not None and max(predicted_s, real_s) > SAFE_TTFT * objective_s
         self.ttft.note(predicted_s, real_s, now_s, weight=1.0 if is_long else 0.0)
-        self._crowds.begin(request_id, accepted)
+        crowds.begin(request_id, prefill, accepted.decode, now_s)
 
-    def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
+    def note_end(
+        self, request_id: str, num_tokens: int, now_s: float, *, is_whole: bool = True
+    ) -> None:
         """Remove an ended request from the forecast of running decodes, and learn from its time
         between tokens.
 
@@ -450,33 +422,45 @@ class Admission:
             request_id: id of a request, accepted or not.
             num_tokens: number of tokens that its client got.
             now_s: monotonic seconds.
+            is_whole: False if the answer would have gone on: it was cancelled, or has failed.
         """
-        accepted = self._live.pop(request_id, None)
+        accepted = self._live.get(request_id)
         if accepted is None:
             return
-        self._count(accepted.bucket, -1, now_s)
-        later_s = self._crowds.get_later_s(accepted, accepted.decode)
-        self._crowds.remove(request_id, accepted)
-        if accepted.first_s is not None:
-            decode_s = now_s - accepted.first_s
-            self._mean_decode_s += (decode_s - self._mean_decode_s) * (1 - DECODE_MEMORY)
-            objective_s = accepted.slo.tpot_s
-            if num_tokens > 1 and objective_s is not None:
-                # A short answer counts less: one long gap, as at a hand-over to another instance,
-                # is a large part of its mean, and no margin on the duration of steps covers that.
-                num_gaps = max(accepted.max_tokens * self._expected_share - 1.0, 1.0)
-                self.tpot.note(
-                    accepted.tpot_s + later_s / num_gaps,
-                    decode_s / (num_tokens - 1),
-                    now_s,
-                    safe_s=SAFE_TPOT * objective_s,
-                    weight=min(num_tokens / self._mean_tokens, 1.0),
-                )
+        question = accepted.question
+        later_s = self._crowds.get_later_s(request_id, accepted.prefill, accepted.decode)
+        self._release(request_id, now_s)
+        self._shares.correct(
+            question.client, question.max_tokens - num_tokens, accepted.accepted_s, now_s
+        )
+        if accepted.first_s is None:
+            return
+        decode_s = now_s - accepted.first_s
+        self._mean_decode_s += (decode_s - self._mean_decode_s) * (1 - DECODE_MEMORY)
+        objective_s = question.slo.tpot_s
+        if num_tokens > 1 and objective_s is not None and not accepted.is_moved:
+            # A short answer counts less: one long gap, as at a hand-over to another instance, is a
+            # large part of its mean, and no margin on the duration of steps covers that.
+            num_gaps = max(question.max_tokens * self._expected_share - 1.0, 1.0)
+            self.tpot.note(
+                accepted.tpot_s + later_s / num_gaps if accepted.tpot_s else 0.0,
+                decode_s / (num_tokens - 1),
+                now_s,
+                safe_s=SAFE_TPOT * objective_s,
+                weight=min(num_tokens / self._mean_tokens, 1.0),
+            )
+        if is_whole:
             change = num_tokens - self._mean_tokens
             self._mean_tokens = max(self._mean_tokens + change * (1 - DECODE_MEMORY), 1.0)
-            change = num_tokens / max(accepted.max_tokens, 1) - self._expected_share
+            change = num_tokens / max(question.max_tokens, 1) - self._expected_share
             weight = LONGER_WEIGHT if change > 0 else 1.0
             self._expected_share += change * weight * (1 - DECODE_MEMORY)
+
+    def _release(self, request_id: str, now_s: float) -> None:
+        """Forget an accepted request, and the charges for what is not computed of its prompt."""
+        accepted = self._live.pop(request_id)
+        self._count(accepted.bucket, -1, now_s)
+        self._unsend(request_id, accepted, now_s)
 
     # ---------------------------------------------------------------- the forecast
 

@@ -8,7 +8,7 @@ a decision does not depend on the number of queued requests. Pure and single-thr
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from tandem.conductor.fleet import (
     ROLES,
     UNIFIED,
     Fleet,
+    FloatColumn,
     InstanceFacts,
     IntColumn,
     Load,
@@ -43,6 +44,9 @@ __all__ = ["Candidate", "Conductor", "Decision"]
 
 MAX_CANDIDATES = 8
 """Largest number of instances that a placement decision lists, best first."""
+GUESSED_REFUSALS = 2
+"""Number of requests that an idle instance which has computed nothing yet may refuse by assumed
+costs."""
 MAX_EXPECTED = 1 << 18
 """Largest number of block keys remembered as expected: KV blocks that instances were asked to
 compute but have not reported yet.
@@ -120,6 +124,38 @@ class Decision:
         )
 
 
+@dataclass(slots=True)
+class _Choice:
+    """The instances chosen for a request."""
+
+    route: Alone | Pair
+    row: int | None
+    """Row of the instance that computes the prompt; None if it is computed."""
+    rows: IntColumn
+    """Rows that were compared."""
+    decode: int
+    """Row of the instance that is to decode, even if the route does not name it yet."""
+    is_makeshift: bool = False
+    """True if one instance serves the whole request because no pair of instances is usable."""
+
+
+_NO_ROWS: IntColumn = np.zeros(0, np.int64)
+_NO_TIMES: FloatColumn = np.zeros(0)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was looked up for a request, so that further tries need not do it again."""
+
+    is_done: bool = False
+    hits: IntColumn = field(default_factory=lambda: _NO_ROWS)
+    """Number of leading tokens of the prompt that each row is known to have the KV of."""
+    parts: TtftParts = field(
+        default_factory=lambda: TtftParts(_NO_TIMES, _NO_TIMES, _NO_TIMES, _NO_TIMES, _NO_ROWS)
+    )
+    """Predicted times to first token of each row."""
+
+
 class Conductor:
     """The chooser of the instances that serve a cluster's requests, from what it is told of them.
 
@@ -153,6 +189,8 @@ class Conductor:
         sliding-window KV or the recurrent state at the ends of these blocks.
         """
         self._estimators: dict[int, StepEstimator] = {}
+        self._refusals: dict[int, int] = {}
+        """By row of an instance: number of requests that it has refused by assumed costs."""
 
     # ---------------------------------------------------------------- events
 
@@ -165,6 +203,7 @@ class Conductor:
         """Remove an instance from the cluster."""
         row = self.fleet.leave(name)
         del self._estimators[row]
+        self._refusals.pop(row, None)
         self._forget(row)
 
     def serve(self, ref: InstanceRef, facts: InstanceFacts) -> None:
@@ -195,7 +234,8 @@ class Conductor:
     def set_load(self, name: str, load: Load) -> None:
         """Set the load of an instance, as last reported and counted by the server."""
         row = self.fleet.find(name)
-        if row is not None:
+        # Columns with a NaN would make the instance the best of all.
+        if row is not None and math.isfinite(math.fsum(load)):
             self.fleet.set_load(row, load)
 
     def note_steps(self, name: str, steps: Iterable[StepRecord]) -> None:
@@ -207,8 +247,9 @@ class Conductor:
             return
         estimator = self._estimators[row]
         for step in steps:
-            if math.isfinite(step.seconds):
-                self.fleet.add_work(row, step)
+            if not math.isfinite(step.seconds + step.prefill_context):
+                continue
+            self.fleet.add_work(row, step)
             if estimator.note_step(step):
                 self.fleet.costs[:, row] = estimator.costs
 
@@ -283,11 +324,18 @@ class Conductor:
         """Record that the first token of a request has come."""
         self.admission.note_first_token(request_id, now_s)
 
-    def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """Record that a request has ended, for any reason, after ``num_tokens`` tokens of
-        output.
+    def note_end(
+        self, request_id: str, num_tokens: int, now_s: float, *, is_whole: bool = True
+    ) -> None:
+        """Record that a request has ended after ``num_tokens`` tokens of output.
+
+        Args:
+            request_id: its id.
+            num_tokens: number of tokens that its client got.
+            now_s: monotonic seconds.
+            is_whole: False if its answer would have gone on: it was cancelled, or has failed.
         """
-        self.admission.note_end(request_id, num_tokens, now_s)
+        self.admission.note_end(request_id, num_tokens, now_s, is_whole=is_whole)
 
     # ---------------------------------------------------------------- decisions
 
@@ -302,42 +350,51 @@ class Conductor:
             now_s: monotonic seconds.
             is_new: True if it has not been accepted yet, so that it may be rejected.
         """
-        decision = self._choose(place, question)
-        if not is_new or decision.route is None or decision.chosen is None:
-            if decision.decode:
-                self.admission.note_moved(question.request_id, decision.decode)
-            return self._note_placed(question, decision)
-        admitted = self._admit(place, question, decision, now_s)
+        seen = _Seen()
+        choice = self._choose(place, question, seen)
+        if choice is None or isinstance(choice, NoRoute):
+            return Decision(choice)
+        if not is_new or choice.row is None:
+            if self.admission.is_live(question.request_id):
+                forecast = self._forecast(question, choice, seen)
+                self.admission.note_moved(question.request_id, forecast, now_s)
+            return self._note_placed(question, choice, seen)
+        admitted = self._admit(place, question, choice, seen, now_s)
         if isinstance(admitted, Rejection):
             self.admission.note_rejected(admitted)
             return Decision(None, rejection=admitted)
         self.roles.note_request(question.slo)
-        return self._note_placed(question, admitted)
+        return self._note_placed(question, admitted, seen)
 
     def _admit(
-        self, place: Place, question: Question, decision: Decision, now_s: float
-    ) -> Decision | Rejection:
-        """Accept a new request; return the decision for it, or the reason to reject it.
+        self, place: Place, question: Question, choice: "_Choice", seen: "_Seen", now_s: float
+    ) -> "_Choice | Rejection":
+        """Accept a new request; return the instances for it, or the reason to reject it.
 
         Where it would break a promise to a request accepted before, other instances are tried.
         """
         first = None
         for _ in range(MAX_CANDIDATES):
-            forecast = self._forecast(question, decision)
+            forecast = self._forecast(question, choice, seen)
             forecast = self.admission.foresee(self.fleet, forecast, now_s)
             rejection = self.admission.check(question, forecast, now_s)
             if rejection is None:
                 self.admission.note_accepted(question, forecast, now_s)
-                return decision
-            first = first or rejection
+                return choice
+            if first is None:
+                first = rejection
+                self._note_refused(choice)
             if not rejection.crowded:
                 break
             row = self.fleet.find(rejection.crowded)
             assert row is not None
             place = replace(place, avoid=place.avoid | {self._ref(row)})
-            decision = self._choose(place, question)
-            if decision.route is None or decision.chosen is None:
+            other = self._choose(place, question, seen)
+            # If pairs are crowded, a prefill or decode instance does not serve the whole request
+            # instead, as it would if the others were gone.
+            if not isinstance(other, _Choice) or other.is_makeshift > choice.is_makeshift:
                 break
+            choice = other
         assert first is not None
         return first
 
@@ -349,13 +406,12 @@ class Conductor:
         """
         return self.roles.look(self.fleet, now_s)
 
-    def _note_placed(self, question: Question, decision: Decision) -> Decision:
+    def _note_placed(self, question: Question, choice: "_Choice", seen: "_Seen") -> Decision:
         """Record that the chosen instances will soon have the prompt's blocks; return the
         decision.
         """
-        route = decision.route
-        if not isinstance(route, Pair | Alone):
-            return decision
+        route = choice.route
+        decision = self._decide(question, choice, seen)
         refs = (route.prefill, route.decode) if isinstance(route, Pair) else (route.instance,)
         rows = [self.fleet.find(ref.name) for ref in refs if ref is not None]
         known = [row for row in rows if row is not None]
@@ -374,13 +430,16 @@ class Conductor:
             self.policy.note_placed(question, known[0])
         return decision
 
-    def _choose(self, place: Place, question: Question) -> Decision:
+    def _choose(
+        self, place: Place, question: Question, seen: "_Seen"
+    ) -> "_Choice | NoRoute | None":
+        """Return the instances for a request, or the answer that there are none."""
         fleet = self.fleet
         usable = fleet.find_usable(place.avoid, place.identity)
         if place.is_held:
             assert place.prefill is not None, "blocks are held by nobody"
             return self._place_held(place.prefill, question, usable)
-        hits = self.count_hits(question.chains)
+        self._look(question, seen)
         prefills = usable & (fleet.role == UNIFIED)
         if place.needs_decode:
             prefills |= usable & (fleet.role == PREFILL) & (self._count_readers(place) > 0)
@@ -388,22 +447,35 @@ class Conductor:
             prefills |= usable & (fleet.role == PREFILL)
         rows = np.flatnonzero(prefills)
         if not len(rows):
-            return self._place_alone(place, question, usable, hits)
-        parts = self._predict(question, hits)
-        row = self.policy.choose_prefill(question, fleet, rows, hits, parts)
+            return self._place_alone(place, question, usable, seen)
+        row = self.policy.choose_prefill(question, fleet, rows, seen.hits, seen.parts)
         if fleet.role[row] == UNIFIED or not place.needs_decode:
             resumed = self._find_resumed(place, usable)
             row = row if resumed is None else resumed
-            return self._answer_alone(question, row, rows, parts)
+            return self._make_alone(row, rows)
         decodes = np.flatnonzero(usable & (fleet.role == DECODE) & fleet.reads[:, row])
         assert len(decodes), f"{fleet.name_of(row)} has no reader"
-        decode = self.policy.choose_decode(question, fleet, decodes, hits)
+        decode = self.policy.choose_decode(question, fleet, decodes, seen.hits)
         # A decode instance that reads blocks early reserves them before the prompt is computed.
         # Allow this only if it has room for all of them; otherwise requests on two instances could
         # wait for each other's blocks forever.
         is_early = place.is_resumed or self._has_room(decode, question)
         route = Pair(self._ref(row), self._ref(decode) if is_early else None)
-        return self._decide(route, question, row, rows, parts, decode)
+        return _Choice(route, row, rows, decode)
+
+    def _look(self, question: Question, seen: "_Seen") -> None:
+        """Look up what the instances have of a prompt, and predict its times, unless that was done
+        before.
+        """
+        if seen.is_done:
+            return
+        seen.is_done = True
+        seen.hits = self.count_hits(question.chains)
+        # An instance loads blocks that the store has, even if its routing policy ignores the store,
+        # so the prediction counts them.
+        threshold = 1.0 if math.isinf(self.policy.threshold) else self.policy.threshold
+        stored_len = self.count_stored(question.chains)
+        seen.parts = predict_ttft(self.fleet, question.prompt_len, seen.hits, stored_len, threshold)
 
     def count_hits(self, chains: Sequence[Chain]) -> IntColumn:
         """Return, for each row of the fleet, how many leading tokens of a prompt its instance is
@@ -443,19 +515,19 @@ class Conductor:
             self.stored.match(chain, hits)
         return int(hits[0])
 
-    def _place_held(self, source: InstanceRef, question: Question, usable: Mask) -> Decision:
+    def _place_held(
+        self, source: InstanceRef, question: Question, usable: Mask
+    ) -> "_Choice | NoRoute":
         fleet = self.fleet
         row = fleet.find(source.name)
         if row is None:
-            return Decision(NoRoute())
+            return NoRoute()
         readers = np.flatnonzero(usable & (fleet.role == DECODE) & fleet.reads[:, row])
         if not len(readers):
-            return Decision(NoRoute())
+            return NoRoute()
         hits = self.count_hits(question.chains)
         decode = self.policy.choose_decode(question, fleet, readers, hits)
-        tpot_s = self._predict_tpot(decode, question)
-        route = Pair(None, self._ref(decode))
-        return Decision(route, tpot_s=tpot_s, decode=fleet.name_of(decode))
+        return _Choice(Pair(None, self._ref(decode)), None, readers, decode)
 
     def _count_readers(self, place: Place) -> IntColumn:
         """Return, for each row of the fleet, how many decode instances can read the blocks of its
@@ -471,24 +543,23 @@ class Conductor:
         return count
 
     def _place_alone(
-        self, place: Place, question: Question, usable: Mask, hits: IntColumn
-    ) -> Decision:
+        self, place: Place, question: Question, usable: Mask, seen: "_Seen"
+    ) -> "_Choice | NoRoute | None":
         """Choose one instance of any role to serve the whole request, because no pair of a prefill
         and a decode instance is usable.
         """
-        parts = self._predict(question, hits)
         resumed = self._find_resumed(place, usable)
         if resumed is not None:
-            return self._answer_alone(question, resumed, np.array([resumed]), parts)
+            return self._make_alone(resumed, np.array([resumed]), is_makeshift=True)
         for number in range(len(ROLES)):
             rows = np.flatnonzero(usable & (self.fleet.role == number))
             if len(rows):
-                row = self.policy.choose_prefill(question, self.fleet, rows, hits, parts)
-                return self._answer_alone(question, row, rows, parts)
+                row = self.policy.choose_prefill(question, self.fleet, rows, seen.hits, seen.parts)
+                return self._make_alone(row, rows, is_makeshift=True)
         # A draining instance will serve again or be replaced, so as long as one exists, the request
         # waits instead of failing with NoRoute.
         is_any = bool(np.any(self.fleet.is_serving & ~self.fleet.is_draining))
-        return Decision(NoRoute() if is_any else None)
+        return NoRoute() if is_any else None
 
     def _find_resumed(self, place: Place, usable: Mask) -> int | None:
         """Return the row of the instance that last computed the prompt of a request that goes on
@@ -502,58 +573,78 @@ class Conductor:
         is_there = row is not None and usable[row] and self.fleet.refs[row] == place.prefill
         return row if is_there else None
 
-    def _answer_alone(
-        self, question: Question, row: int, rows: IntColumn, parts: TtftParts
-    ) -> Decision:
-        return self._decide(Alone(self._ref(row)), question, row, rows, parts, row)
+    def _make_alone(self, row: int, rows: IntColumn, *, is_makeshift: bool = False) -> "_Choice":
+        return _Choice(Alone(self._ref(row)), row, rows, row, is_makeshift)
 
-    def _predict(self, question: Question, hits: IntColumn) -> TtftParts:
-        # An instance loads blocks that the store has, even if its routing policy ignores the store,
-        # so the prediction counts them.
-        threshold = 1.0 if math.isinf(self.policy.threshold) else self.policy.threshold
-        stored_len = self.count_stored(question.chains)
-        return predict_ttft(self.fleet, question.prompt_len, hits, stored_len, threshold)
-
-    def _decide(
-        self,
-        route: Route,
-        question: Question,
-        row: int,
-        rows: IntColumn,
-        parts: TtftParts,
-        decode: int,
-    ) -> Decision:
+    def _decide(self, question: Question, choice: "_Choice", seen: "_Seen") -> Decision:
+        """Return the decision for the chosen instances, with those that were compared."""
+        fleet, row, rows, decode = self.fleet, choice.row, choice.rows, choice.decode
+        tpot_s = self._predict_tpot(question, choice)
+        if row is None:
+            return Decision(choice.route, tpot_s=tpot_s, decode=fleet.name_of(decode))
+        parts = seen.parts
         total_s = parts.total_s[rows]
         if len(rows) > MAX_CANDIDATES:
             best = total_s.argpartition(MAX_CANDIDATES - 1)[:MAX_CANDIDATES]
             rows, total_s = rows[best], total_s[best]
         ranked: list[int] = rows[total_s.argsort()].tolist()
         named = [row, *(each for each in ranked if each != row)][:MAX_CANDIDATES]
-        names = [self.fleet.name_of(each) for each in named]
+        names = [fleet.name_of(each) for each in named]
         return Decision(
-            route,
-            names,
-            parts.select(np.array(named)),
-            self._predict_tpot(decode, question),
-            self.fleet.name_of(decode),
+            choice.route, names, parts.select(np.array(named)), tpot_s, fleet.name_of(decode)
         )
 
-    def _forecast(self, question: Question, decision: Decision) -> Forecast:
+    def _forecast(self, question: Question, choice: "_Choice", seen: "_Seen") -> Forecast:
         """Return the predicted times of a request, and of the requests that already decode on the
         instance chosen to decode it.
         """
-        chosen, tpot_s = decision.chosen, decision.tpot_s
-        assert chosen is not None
-        assert tpot_s is not None
-        prefill, decode = self.fleet.find(chosen.instance), self.fleet.find(decision.decode)
-        assert prefill is not None
-        assert decode is not None
-        delays = predict_delays(self.fleet, prefill, decode, question.prompt_len, chosen.prefix_len)
-        return Forecast(chosen.ttft_s, tpot_s, decision.decode, chosen.instance, delays)
+        fleet, row, decode = self.fleet, choice.row, choice.decode
+        tpot_s, name = self._predict_tpot(question, choice), fleet.name_of(choice.decode)
+        if row is None:
+            return Forecast(0.0, tpot_s, name)
+        parts = seen.parts
+        delays = predict_delays(fleet, row, decode, question.prompt_len, int(parts.prefix_len[row]))
+        step_cost, _, _, decode_cost, kv_cost = fleet.costs[:, decode].tolist()
+        return Forecast(
+            0.0 if self._is_unknown(row) else float(parts.total_s[row]),
+            0.0 if self._is_unknown(decode) else tpot_s,
+            name,
+            fleet.name_of(row),
+            delays,
+            float(parts.transfer_s[row] + parts.prefill_s[row]),
+            step_cost + decode_cost + kv_cost * question.prompt_len,
+        )
 
-    def _predict_tpot(self, row: int, question: Question) -> float:
-        rows = slice(row, row + 1)
-        return float(predict_tpot(self.fleet, rows, question.prompt_len, question.max_tokens)[0])
+    def _is_untried(self, row: int) -> bool:
+        """Return True if an instance has computed nothing yet and has nothing to do."""
+        fleet = self.fleet
+        is_busy = fleet.queued_tokens[row] or fleet.num_decoding[row] or fleet.num_requests[row]
+        return not self._estimators[row].num_steps and not is_busy
+
+    def _is_unknown(self, row: int) -> bool:
+        """Return True if an instance should get a request whatever its assumed costs say, because
+        it has refused some by them and would learn its costs from one.
+        """
+        return self._refusals.get(row, 0) >= GUESSED_REFUSALS and self._is_untried(row)
+
+    def _note_refused(self, choice: "_Choice") -> None:
+        for row in {choice.row, choice.decode}:
+            if row is not None and self._is_untried(row):
+                self._refusals[row] = self._refusals.get(row, 0) + 1
+
+    def _predict_tpot(self, question: Question, choice: "_Choice") -> float:
+        fleet, decode = self.fleet, choice.decode
+        rows = slice(decode, decode + 1)
+        # What is queued where its prompt is computed is computed before its first token.
+        return float(
+            predict_tpot(
+                fleet,
+                rows,
+                question.prompt_len,
+                question.max_tokens,
+                has_queue=choice.row != decode,
+            )[0]
+        )
 
     def _has_room(self, row: int, question: Question) -> bool:
         """Return True if a decode instance has room for a prompt's blocks beside those in use.

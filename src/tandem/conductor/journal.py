@@ -30,6 +30,17 @@ __all__ = [
 ]
 
 _Keys = list[int]
+
+
+class _Ended(msgspec.Struct, frozen=True, array_like=True):
+    """The arguments of ``note_end``; journals of version 3 lack the last one."""
+
+    request_id: str
+    num_tokens: int
+    now_s: float
+    is_whole: bool = True
+
+
 _CALLS: dict[str, Any] = {
     "join": tuple[str, InstanceRole],
     "leave": tuple[str],
@@ -46,7 +57,7 @@ _CALLS: dict[str, Any] = {
     "note_flushed": tuple[str],
     "note_in_store": tuple[_Keys, _Keys],
     "note_first_token": tuple[str, float],
-    "note_end": tuple[str, int, float],
+    "note_end": _Ended,
     "place": tuple[Place, Question, float, bool],
 }
 """Argument types of each method of a conductor that is recorded, by name."""
@@ -55,7 +66,7 @@ _CALLS: dict[str, Any] = {
 class JournalHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first line of a journal (the record of all calls of a conductor, for a replay)."""
 
-    version: Literal[3] = 3
+    version: Literal[3, 4] = 4
     policy: str
     admission: AdmissionMode
 
@@ -227,10 +238,12 @@ class JournalingConductor(Conductor):
         self._put("note_first_token", request_id, now_s)
         super().note_first_token(request_id, now_s)
 
-    def note_end(self, request_id: str, num_tokens: int, now_s: float) -> None:
+    def note_end(
+        self, request_id: str, num_tokens: int, now_s: float, *, is_whole: bool = True
+    ) -> None:
         """Record the call in the journal and note the request's end."""
-        self._put("note_end", request_id, num_tokens, now_s)
-        super().note_end(request_id, num_tokens, now_s)
+        self._put("note_end", request_id, num_tokens, now_s, is_whole)
+        super().note_end(request_id, num_tokens, now_s, is_whole=is_whole)
 
     def place(
         self, place: Place, question: Question, now_s: float = 0.0, *, is_new: bool = False
@@ -285,5 +298,12 @@ def replay_journal(
         elif told.call == "set_draining":
             name, is_draining = arguments
             conductor.set_draining(name, is_draining=is_draining)
+        elif told.call == "note_end":
+            conductor.note_end(
+                arguments.request_id,
+                arguments.num_tokens,
+                arguments.now_s,
+                is_whole=arguments.is_whole,
+            )
         else:
             getattr(conductor, told.call)(*arguments)

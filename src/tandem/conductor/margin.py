@@ -57,7 +57,7 @@ class Margin:
             safe_s: time that endangers no objective; up to it, the margin does not rise.
             weight: weight of this measurement, from 0 to 1.
         """
-        if real_s <= 0 or predicted_s <= 0:
+        if real_s <= 0 or predicted_s <= 0 or not math.isfinite(real_s + predicted_s):
             return
         self.error += (abs(predicted_s - real_s) / real_s - self.error) * (1 - ERROR_MEMORY)
         # Compare the measured time with the prediction times the present factor, not times the

@@ -86,6 +86,8 @@ def predict_tpot(
     rows: IntColumn | slice,
     prompt_len: int,
     max_tokens: int,
+    *,
+    has_queue: bool = True,
 ) -> FloatColumn:
     """Predict the mean time per token on instances, if each decoded one more request.
 
@@ -97,11 +99,15 @@ def predict_tpot(
         rows: rows of the instances, as an index of columns.
         prompt_len: number of tokens that its first decode reads.
         max_tokens: largest number of tokens that it may generate; half of them are expected.
+        has_queue: False if its own prompt is computed there after the queued ones, so that they
+            come before its first token.
     """
     step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs[:, rows]
     num_tokens = max(max_tokens / 2, 1.0)
     decode_s = step_cost + decode_cost * (fleet.num_decoding[rows] + 1)
     decode_s += kv_cost * (fleet.decode_tokens[rows] + (prompt_len + num_tokens / 2))
+    if not has_queue:
+        return decode_s
     queued = fleet.queued_tokens[rows]
     queue_s = token_cost * queued + context_cost * fleet.queued_context[rows]
     # Each decode step also waits for its share of the queued prompts' time: the whole queue spread

@@ -187,6 +187,26 @@ def test_a_request_whose_objectives_cannot_be_kept_is_refused_and_leaves_nothing
     run(work())
 
 
+def test_the_conductor_is_told_which_answers_were_whole():
+    """One that a client leaves says nothing about the length of answers."""
+    a, ends = ToyPort("a"), []
+
+    class Noting(Conductor):
+        def note_end(self, request_id, num_tokens, now_s, *, is_whole=True):
+            ends.append((num_tokens, is_whole))
+
+    async def work():
+        dispatcher = Dispatcher([a], Noting(make_policy("prefix")), Limits())
+        await dispatcher.submit(ask())
+        a.send(5, 6, finish_reason=FinishReason.STOP)
+        await dispatcher.submit(ask())
+        a.send(7)
+        await dispatcher.close()
+
+    run(work())
+    assert ends == [(2, True), (1, False)]
+
+
 async def pass_turns():
     for _ in range(3):
         await asyncio.sleep(0)

@@ -161,6 +161,8 @@ class _Live:
     decision: Decision | None = None
     """Latest decision of the conductor: the instances that it chose for the request."""
     choice: "Choice | None" = None
+    is_whole: bool = False
+    """True if the answer has reached its end, and was not cancelled and has not failed."""
     timer: asyncio.TimerHandle | None = None
     timer_s: float = math.inf
 
@@ -366,7 +368,9 @@ class Dispatcher:
             _uncount(live, leg_id)
         self._unplaced.pop(request_id, None)
         now_s = asyncio.get_running_loop().time()
-        self.conductor.note_end(request_id, live.states.num_delivered, now_s)
+        self.conductor.note_end(
+            request_id, live.states.num_delivered, now_s, is_whole=live.is_whole
+        )
         self._history[request_id] = _Past(live.legs, live.choice)
         while len(self._history) > self._max_history:
             self._history.popitem(last=False)
@@ -412,6 +416,7 @@ class Dispatcher:
                 self._accept(live)
                 if output.token_ids:
                     self._note_token(live)
+                live.is_whole = output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 live.stream.put(output)
             case Fail(error=error):
                 self._fail(live, error)

@@ -196,7 +196,10 @@ class SimCluster:
         live.timer_s = -math.inf
         self.num_live -= 1
         self.placing.conductor.note_end(
-            live.states.request.request_id, live.states.num_delivered, self.events.now_s
+            live.states.request.request_id,
+            live.states.num_delivered,
+            self.events.now_s,
+            is_whole=not live.record.error,
         )
         live.record.done_s = self.events.now_s
         if self._on_done is not None:
