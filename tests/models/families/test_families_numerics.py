@@ -6,6 +6,8 @@ model must meet the same bound, so the bound is no excuse. Greedy tokens must be
 """
 
 import copy
+import functools
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from loading import load_checkpoint
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from quick import rest_slow
 from tandem.kernels import paged, tolerance
 from tandem.kernels.paged import PagedBatch
 from tandem.models.proof.tiny import name_cache
@@ -139,6 +142,7 @@ class Pair:
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(0, self.vocab_size, (NUM_TOKENS,), generator=generator).tolist()
 
+    @functools.cache  # noqa: B019 - a pair lives as long as the module's tests.
     def exact(self, dtype):
         """Logits in float64 of the weights as ``dtype`` holds them, and the bound."""
         config = self.reference.config
@@ -175,8 +179,15 @@ def excess(logits, exact, bound):
     return float(np.max(np.abs(logits.double().numpy() - exact) / bound))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", VARIANTS)
+EXACT = [(name, "float32") for name in VARIANTS]
+ROUNDED = ["llama", "qwen3_moe", "gpt_oss-all-experts", "deepseek_v3-all-experts"]
+"""Families whose rounding `make test` checks; what a variant changes float32 shows as well."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    rest_slow([*EXACT, *product(ROUNDED, ["bfloat16"])], product(VARIANTS, DTYPES)),
+)
 def test_logits(name, dtype, pairs, open_session):
     pair = pairs(name)
     exact, bound = pair.exact(DTYPES[dtype])
@@ -203,18 +214,12 @@ def test_logits(name, dtype, pairs, open_session):
     assert excess(ours, exact, bound) <= 1
 
 
+GREEDY = ["llama", "qwen3-tied-bias", "qwen3_moe", "llama-dynamic", "qwen3-windows", "gpt_oss"]
+GREEDY += ["deepseek_v2-groups-yarn", "deepseek_v3"]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "qwen3-tied-bias",
-        "qwen3_moe",
-        "llama-dynamic",
-        "qwen3-windows",
-        "gpt_oss",
-        "deepseek_v2-groups-yarn",
-        "deepseek_v3",
-    ],
+    "name", rest_slow(["llama-dynamic", "qwen3-windows", "gpt_oss", "deepseek_v3"], GREEDY)
 )
 def test_greedy_tokens_are_identical(name, pairs, open_session):
     pair = pairs(name)
@@ -253,8 +258,13 @@ def test_dynamic_rope_beyond_the_trained_length_is_transformers_token_by_token(
     torch.testing.assert_close(at_once, torch.stack(rows), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama-tied-mqa", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("block_size", [16, 64])
+FED = ["llama-tied-mqa", "qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    rest_slow([("qwen3_moe", 16), ("gpt_oss", 64), ("deepseek_v3", 16)], product(FED, (16, 64))),
+)
 def test_feeding_does_not_matter(name, block_size, pairs, open_session):
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)
@@ -376,17 +386,14 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", RULES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("llama-mha-biases", marks=pytest.mark.slow),
-        pytest.param("qwen3-tied-bias", marks=pytest.mark.slow),
-        "qwen3_moe-mixed-layers",
-        pytest.param("qwen3_moe-windows", marks=pytest.mark.slow),
-        "gpt_oss",
-    ],
-)
+FUSED = ["llama-mha-biases", "qwen3-tied-bias", "qwen3_moe-mixed-layers", "qwen3_moe-windows"]
+FUSED += ["gpt_oss"]
+# Every rule on layers of both kinds; on a second family those that keep its own experts and sinks.
+QUICK_FUSED = [("qwen3_moe-mixed-layers", rules) for rules in RULES]
+QUICK_FUSED += [("gpt_oss", rules) for rules in ("everything kept", "experts kept")]
+
+
+@pytest.mark.parametrize(("name", "rules"), rest_slow(QUICK_FUSED, product(FUSED, RULES)))
 def test_fused_and_skeleton_paths_agree(name, rules, pairs, open_session, tmp_path):
     pair = pairs(name)
     _, bound = pair.exact(torch.float32)

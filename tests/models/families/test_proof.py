@@ -11,9 +11,10 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
-from published import FIRST_USE, PUBLISHED, STAND_INS, make_published, mark_others_slow
+from published import FIRST_USE, PUBLISHED, make_published
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from quick import rest_slow
 from tandem import _native
 from tandem.cli.commands.verify import render_proof
 from tandem.core.errors import UnsupportedError
@@ -53,8 +54,18 @@ LONG = {
     "gemma4_text-of-26b-a4b",
     "llama-3.1",
     "llama-tied-biases",
+    "llama-dynamic",
+    "qwen2-windows",
     "qwen2-yarn",
     "qwen3_moe-mixed",
+    "glm4_moe-groups",
+    "kimi_k2",
+    "exaone4",
+    "cohere",
+    "granite",
+    "arcee",
+    "starcoder2",
+    "hy_v3",
     "phi-4-mini",
     "olmo_hybrid-rotated",
     "granitemoehybrid-dense",
@@ -103,6 +114,21 @@ LONG = {
     "gate of the norm times its input",
     "steps as short as they come",
     "queries of latents not scaled by position",
+    "norms of queries left out",
+    "all of a head rotated",
+    "cap before the scale",
+    "one RoPE for all layers",
+    "RoPE on a layer that has none",
+    "queries not scaled by position",
+    "norm of the latent left out",
+    "halves for neighbours in an index",
+    "bias of the router ignored",
+    "no bias of the choice",
+    "no limit in the experts",
+    "shared experts left out",
+    "logits not scaled",
+    "convolution the other way around",
+    "one norm for all groups",
 }
 """Cases of these tests that others stand for in a run of minutes; of mutants, another of the same
 operator.
@@ -126,17 +152,21 @@ FLIPPED = {
 """What becomes of fields where the first other value tells nothing."""
 # Fields of a second model of a family are those of the first, but where it is said.
 WITH_FLIPS = [name for name in PUBLISHED if name in FAMILIES_ONCE or name in FLIPPED]
+QUICK_FLIPS = ["llama", "gpt_oss", "deepseek_v3", "qwen3_next"]
+"""Families whose switches `make test` changes one by one: of attention, experts, latents, states.
+It proves the others without.
+"""
 
 
 @pytest.mark.parametrize(
-    "name", mark_slow([n for n in (*PUBLISHED, *FIRST_USE) if n not in STAND_INS])
+    "name", mark_slow([n for n in (*PUBLISHED, *FIRST_USE) if n not in QUICK_FLIPS])
 )
 def test_families_are_proved(name):
     """Each family of the page runs right."""
     check_proof(prove_config(make_published(name), with_flips=False))
 
 
-@pytest.mark.parametrize("name", mark_others_slow(WITH_FLIPS))
+@pytest.mark.parametrize("name", rest_slow(QUICK_FLIPS, WITH_FLIPS))
 def test_families_are_proved_with_each_switch(name):
     """A family runs right, and the tiny model tells each of its switches."""
     proof = prove_config(make_published(name))
@@ -739,7 +769,7 @@ RULED = [
 ]
 
 
-@pytest.mark.parametrize("name", mark_others_slow(RULED))
+@pytest.mark.parametrize("name", rest_slow(["gpt_oss", "deepseek_v3"], RULED))
 def test_torch_attention_is_proved_too(name, monkeypatch):
     """Windows, caps, sinks and latents, where there is no native attention: not on the CPU."""
     monkeypatch.setattr(paged, "is_native", lambda tensor: False)

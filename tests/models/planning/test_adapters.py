@@ -10,6 +10,7 @@ import torch
 from loading import load_checkpoint
 from lora import count_bytes, list_targets, make_adapter, record_views
 
+from quick import rest_slow
 from tandem._native import ThreadPool
 from tandem.kernels.paged import PagedBatch
 from tandem.models.adapter_files import read_adapter_ranks
@@ -58,7 +59,11 @@ def run(model, open_session, prompt, adapter="", sizes=None):
     return torch.cat([session.run(piece.tolist()) for piece in pieces])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+QUICK = ["llama-biases", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "kimi_linear"]
+QUICK += ["lfm2", "granitemoehybrid"]
+
+
+@pytest.mark.parametrize("family", rest_slow(QUICK, FAMILIES))
 def test_float32_is_pefts_model(family, load, open_session, tmp_path, monkeypatch):
     """Every module that may be adapted is, in fused layers and in the skeleton's forward; and what
     they hold is what a plan counts before anything is loaded.
@@ -86,10 +91,13 @@ SERVED = [(family, "bfloat16") for family in ("llama", "qwen3_moe", "deepseek_v3
 SERVED += [("llama", "float32"), ("deepseek_v3", "float32")]
 
 
-@pytest.fixture(params=SERVED, ids="-".join)
+QUICK_SERVED = ["qwen3_moe-bfloat16", "gpt_oss-bfloat16", "deepseek_v3-float32"]
+
+
+@pytest.fixture(params=rest_slow(QUICK_SERVED, map("-".join, SERVED)))
 def served(request, load, monkeypatch, tmp_path):
     """A model and, with one for the model itself, digests of unlike adapters."""
-    family, dtype = request.param
+    family, dtype = request.param.split("-")
     ours, theirs = load(family, dtype=dtype)
     some = list_targets(theirs)[::3]
     kinds = ({"rank": 4}, {"rank": 1, "targets": some}, {"rank": 37, "use_rslora": True})

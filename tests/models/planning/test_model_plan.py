@@ -12,6 +12,7 @@ import pytest
 from loading import load_checkpoint
 from safetensors.torch import load_file
 
+from quick import rest_slow
 from tandem.core.errors import ConflictError, UnsupportedError
 from tandem.core.model.layers import Activation, GqaSpec, NormSpec, RoutingRule
 from tandem.core.model.plan import ModelPlan
@@ -103,22 +104,33 @@ def test_a_plan_of_training_packs_what_is_frozen(checkpoint):
     assert operators["model.layers.0.mlp.experts"] == "FrozenExperts"
 
 
+LOADED = {
+    "llama": {},
+    "llama-biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "gpt_oss": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+}
+QUICK_LOADED = [("llama-biases", "float32", "none"), ("qwen3_moe", "float32", "none")]
+QUICK_LOADED += [("deepseek_v3", "float32", "none"), ("qwen3_moe", "float32", "auto")]
+QUICK_LOADED += [(name, "bfloat16", "auto") for name in LOADED]
+
+
 @pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-        ("qwen3", {"tie_word_embeddings": True}),
-        ("qwen3_moe", {"mlp_only_layers": [0]}),
-        ("gpt_oss", {}),
-        ("deepseek_v2", {}),
-        ("deepseek_v3", {}),
-    ],
+    ("name", "dtype", "how"),
+    rest_slow(
+        QUICK_LOADED,
+        [
+            (name, *how)
+            for name in LOADED
+            for how in (("float32", "none"), ("float32", "auto"), ("bfloat16", "auto"))
+        ],
+    ),
 )
-@pytest.mark.parametrize(
-    ("dtype", "how"), [("float32", "none"), ("float32", "auto"), ("bfloat16", "auto")]
-)
-def test_bytes_are_those_of_the_loaded_model(model_type, changes, dtype, how, checkpoint):
+def test_bytes_are_those_of_the_loaded_model(name, dtype, how, checkpoint):
+    model_type, changes = name.partition("-")[0], LOADED[name]
     is_latent = model_type.startswith("deepseek")
     folder = checkpoint(model_type, **({} if is_latent else SIZES), **changes)
     model = load_checkpoint(folder, dtype=dtype, expert_format=how, linear_format=how)

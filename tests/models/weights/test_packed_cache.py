@@ -6,6 +6,7 @@ must stay bitwise the same. Conversions are cut short by a signal at a seeded mo
 
 import errno
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,18 +73,16 @@ def test_second_load_maps_what_the_first_packed(folder, cache_root, open_session
 
 
 SECOND_PROCESS = """
-import sys
-from pathlib import Path
-from tandem.kernels.paged import PagedBatch, SequenceChunk
-from tandem.models.loading.loader import load_model
-from tandem.models.planning.planner import plan_model
-plan = plan_model(
-    sys.argv[1], dtype="float32", expert_format="int8g32", packed_cache=sys.argv[2]
-)
-model = load_model(plan)
-batch = PagedBatch.build([SequenceChunk(list(range(3, 40)), 0, [0, 1, 2], "all")], 16)
+import mmap, sys
+files = [open(path, "rb") for path in sys.argv[1:]]
+maps = [mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) for file in files]
 for _ in sys.stdin:
-    model.forward(batch, model.allocate_kv(3, block_size=16))
+    print(sum(part[i] for part in maps for i in range(0, len(part), 4096)), flush=True)
+"""
+
+
+def read_mapped() -> tuple[int, int]:
+    """Return KiB of packed files that are resident here, and this process's share of them."""
     sizes = {"Rss": 0, "Pss": 0}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -92,18 +92,22 @@ for _ in sys.stdin:
             assert not inside or " r--s " in line, line
         elif inside and key in sizes:
             sizes[key] += int(value.split()[0])
-    print(sizes["Rss"], sizes["Pss"], flush=True)
-"""
+    return sizes["Rss"], sizes["Pss"]
 
 
 def test_two_processes_share_the_memory(folder, cache_root, open_session):
-    """What both have touched counts half for each of them."""
+    """What both have touched counts half for each of them: a model has no copy of its own.
+
+    The other process maps the files as a second instance does.
+    """
     load(folder, cache_root)
+    gc.collect()  # Models of other tests have mapped other files.
     model = load(folder, cache_root)
-    packed = sum(path.stat().st_size for path in find_files(cache_root)) >> 10
+    files = find_files(cache_root)
+    packed = sum(path.stat().st_size for path in files) >> 10
     seen: list[tuple[int, int]] = []
     with subprocess.Popen(
-        [sys.executable, "-c", SECOND_PROCESS, str(folder), str(cache_root)],
+        [sys.executable, "-c", SECOND_PROCESS, *map(str, files)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -116,7 +120,8 @@ def test_two_processes_share_the_memory(folder, cache_root, open_session):
                 open_session(model).run(IDS)
                 process.stdin.write("look\n")
                 process.stdin.flush()
-                resident, proportional = map(int, process.stdout.readline().split())
+                assert process.stdout.readline()
+                resident, proportional = read_mapped()
                 seen.append((resident, proportional))
                 if resident >= packed / 2 and proportional <= 0.75 * resident:
                     break
