@@ -52,6 +52,17 @@ def make_values(dataset_dir) -> Any:
     return make
 
 
+@pytest.fixture
+def free_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prediction without its simulated step, most of its time: for tests of its other parts."""
+    from tandem.finetune.forecast import prediction
+    from tandem.finetune.forecast.fake_step import StepCost
+    from tandem.finetune.forecast.machine_speed import MachineSpeed
+
+    monkeypatch.setattr(prediction, "simulate_step", lambda *_: StepCost())
+    monkeypatch.setattr(prediction, "measure_speed", lambda **_: MachineSpeed(1.0, 1.0, 1.0, 1.0))
+
+
 @pytest.fixture(scope="session")
 def adapt() -> Any:
     """Return ``adapt(model)``: the model with adapters of rank 8 on all targets."""

@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from quick import rest_slow
 from tandem._native import ThreadPool
 from tandem.core.errors import ConfigError
 from tandem.finetune.data.examples import Example, collate, pack
@@ -62,7 +63,7 @@ def plain() -> list[float]:
     return train(model.requires_grad_(requires_grad=False))
 
 
-@pytest.mark.parametrize("expert_format", BOUNDS)
+@pytest.mark.parametrize("expert_format", rest_slow(["none", "int4"], BOUNDS))
 def test_losses_are_those_of_plain_peft(expert_format, plain, pool):
     """Each step's loss, and that the steps change it by far more than the bound."""
     frozen = load_frozen("demo", expert_format=expert_format, pool=pool)
@@ -107,7 +108,7 @@ def test_packed_rows_do_not_see_each_other(pool):
             torch.testing.assert_close(together[0, begin : begin + len(row)], alone)
 
 
-@pytest.mark.parametrize("mixture", ["q4_k_m", "q2_k"])
+@pytest.mark.parametrize("mixture", rest_slow(["q4_k_m"], ["q4_k_m", "q2_k"]))
 def test_a_gguf_file_is_trained_on_its_own_codes(mixture, pool, tmp_path):
     """Codes are kept as the file has them, and training on them is training on their values.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from quick import rest_slow
 from tandem.cli.main import app
 from tandem.finetune.forecast.fake_step import StepShape, simulate_step
 from tandem.finetune.forecast.prediction import predict_run
@@ -39,6 +40,7 @@ def list_demo_layers():
     return list_layers(Describer(build_skeleton(open_checkpoint("demo").config)))
 
 
+@pytest.mark.usefixtures("free_step")
 @pytest.mark.parametrize("expert_format", ["none", "int8"])
 def test_weights_are_counted_as_they_are_loaded(expert_format, make_values, tmp_path):
     """Experts and all other weights together are within a hundredth of the loaded model's."""
@@ -79,7 +81,7 @@ def measure_kept(model, head, ids) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("expert_format", ["int8", "f32", "none"])
+@pytest.mark.parametrize("expert_format", rest_slow(["int8", "none"], ["int8", "f32", "none"]))
 def test_kept_bytes_are_those_of_a_real_step(expert_format, adapt):
     """Against the tensors that autograd saves on the demo model; experts of torch differ most."""
     frozen = load_frozen("demo", expert_format=expert_format)
@@ -94,7 +96,7 @@ def test_kept_bytes_are_those_of_a_real_step(expert_format, adapt):
     assert 0.95 * real < cost.kept_bytes < 1.35 * real
 
 
-@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize("is_bf16", rest_slow([False], [False, True]))
 def test_logits_are_never_alive_at_once(is_bf16, adapt):
     """The run takes its loss in pieces, so a wide vocabulary costs no more than one of them."""
 

@@ -111,6 +111,7 @@ def list_files(folder) -> dict[str, int]:
     return {str(path): path.stat().st_size for path in folder.rglob("*")}
 
 
+@pytest.mark.usefixtures("free_step")
 @pytest.mark.parametrize("name", ["", "checkpoint-2", "../link"])
 def test_a_folder_is_not_emptied_of_what_training_goes_on_from(earlier, name):
     """The adapter was removed before it was read."""
@@ -136,6 +137,7 @@ def test_a_run_that_cannot_begin_leaves_the_one_before(earlier, changes):
     assert list_files(folder) == files
 
 
+@pytest.mark.usefixtures("free_step")
 def test_a_page_that_no_run_has_left_is_kept(make_values, tmp_path):
     """As of a project in whose folder a recipe is tried."""
     (tmp_path / "README.md").write_text("mine")
@@ -146,6 +148,7 @@ def test_a_page_that_no_run_has_left_is_kept(make_values, tmp_path):
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
+@pytest.mark.usefixtures("free_step")
 @pytest.mark.parametrize("key", ["resume_from_checkpoint", "adapter_name_or_path"])
 def test_what_is_not_there_to_go_on_from_is_told_before_the_model(
     key, make_values, tmp_path, monkeypatch
