@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", reason="models need the `serv
 
 from far_device import FarDevice  # noqa: E402 - after the skip
 
+from quick import rest_slow  # noqa: E402
 from tandem.core.clock import MonotonicClock  # noqa: E402
 from tandem.core.errors import ConfigError, UnsupportedError  # noqa: E402
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams  # noqa: E402
@@ -182,11 +183,15 @@ def hold_back(seed):
     return lambda _: time.sleep(0.002 * chance.random() if chance.random() < 0.2 else 0)
 
 
+MODELS = [("demo", 0), ("demo", 2), ("deepseek", 0), ("deepseek", 2), ("gemma4", 0), ("llama4", 0)]
+QUICK = [("demo", 0, True), ("deepseek", 2, True), ("gemma4", 0, True), ("llama4", 0, True)]
+QUICK += [("deepseek", 0, False)]
+
+
 @pytest.mark.parametrize(
-    ("model", "deferred"),
-    [("demo", 0), ("demo", 2), ("deepseek", 0), ("deepseek", 2), ("gemma4", 0), ("llama4", 0)],
+    ("model", "deferred", "is_captured"),
+    rest_slow(QUICK, [(*model, flag) for model in MODELS for flag in (True, False)]),
 )
-@pytest.mark.parametrize("is_captured", [True, False])
 def test_tokens_are_those_of_the_cpu(folders, open_device, model, is_captured, deferred):
     path = folders[model]
     # The demo model has two experts a token: one of them is deferred.
@@ -298,8 +303,10 @@ class Turns:
         self.noted.append(times)
 
 
-@pytest.mark.parametrize("deferred", [0, 2])
-@pytest.mark.parametrize("is_captured", [True, False])
+@pytest.mark.parametrize(
+    ("deferred", "is_captured"),
+    rest_slow([(0, False), (2, True)], [(0, True), (0, False), (2, True), (2, False)]),
+)
 def test_no_bit_depends_on_which_experts_are_uploaded(folder, open_device, is_captured, deferred):
     expected, _ = generate(build(folder, deferred=deferred).engine)
     built, turns = build(folder, deferred=deferred), Turns()
@@ -314,7 +321,8 @@ def test_no_bit_depends_on_which_experts_are_uploaded(folder, open_device, is_ca
     hybrid.close()
 
 
-@pytest.mark.parametrize("policy", [*EXPERT_POLICIES, "static"])
+# The orders that policies make are placement's own tests; these differ in deferral and capture.
+@pytest.mark.parametrize("policy", rest_slow(["lru", "frequency"], [*EXPERT_POLICIES, "static"]))
 def test_no_bit_depends_on_which_experts_stay_and_a_replay_hits_as_often(
     folder, open_device, policy
 ):
@@ -460,7 +468,7 @@ def test_tokens_are_those_of_the_host(far):
 
 
 @pytest.mark.parametrize(
-    ("model", "deferred"), [("deepseek", 0), ("deepseek", 2), ("gemma4", 0), ("llama4", 0)]
+    ("model", "deferred"), rest_slow([("deepseek", 2), ("gemma4", 0)], MODELS[2:])
 )
 def test_a_decode_that_waits_for_no_expert_gives_the_same_bits(far, folders, model, deferred):
     built = build_far(folders[model], deferred=deferred)

@@ -15,6 +15,7 @@ import pytest
 from test_disaggregation import Node
 from test_store_tier import LiveStore, Served
 
+from quick import rest_slow
 from tandem.conductor.conductor import Conductor
 from tandem.conductor.load_count import LoadCount
 from tandem.conductor.policies.table import make_policy
@@ -292,24 +293,30 @@ async def load_from_store(seed, store):
         second.close()
 
 
-@pytest.mark.parametrize("name", SEEDS)
+CASES = [
+    disaggregate,
+    evict,
+    preempt,
+    fail_in_mid_prefill,
+    fail_in_mid_transfer,
+    fail_in_mid_decode,
+]
+# A sampler's state moves with a request or is made anew; greedy requests have none.
+QUICK = [(disaggregate, "greedy"), (disaggregate, "seeded"), (evict, "greedy"), (preempt, "seeded")]
+QUICK += [(fail_in_mid_prefill, "seeded"), (fail_in_mid_transfer, "greedy")]
+QUICK += [(fail_in_mid_decode, "seeded")]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [
-        disaggregate,
-        evict,
-        preempt,
-        fail_in_mid_prefill,
-        fail_in_mid_transfer,
-        fail_in_mid_decode,
-    ],
-    ids=lambda case: case.__name__,
+    ("case", "name"),
+    rest_slow(QUICK, [(case, name) for case in CASES for name in SEEDS]),
+    ids=lambda value: getattr(value, "__name__", value),
 )
 def test_tokens_are_those_of_one_engine_alone(truth, case, name):
     assert asyncio.run(case(SEEDS[name])) == truth[name]
 
 
-@pytest.mark.parametrize("name", SEEDS)
+@pytest.mark.parametrize("name", rest_slow(["seeded"], SEEDS))
 def test_tokens_are_those_of_one_engine_alone_from_the_store(truth, name, tmp_path):
     with LiveStore(tmp_path) as store:
         assert asyncio.run(load_from_store(SEEDS[name], store)) == truth[name]
