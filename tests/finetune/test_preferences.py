@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from tandem.finetune.recipes.recipe import make_recipe
 from tandem.finetune.recipes.targets import find_targets, name_targets
 from tandem.finetune.training.trainer import finetune
 
-pytest.importorskip("trl", reason="stage dpo needs the `dpo` extra")
+if find_spec("trl") is None:  # Its import takes a second in each process that collects this.
+    pytest.skip("stage dpo needs the `dpo` extra", allow_module_level=True)
 
 LEAST = {"model_name_or_path": "demo", "output_dir": "out", "stage": "dpo"}
 BOUND = 1e-4
@@ -89,8 +91,12 @@ def test_a_run_learns_and_leaves_its_artefacts(run):
     assert "- dpo\n" in (folder / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_by_bit(run, tmp_path):
-    """From the middle checkpoint; the reference is the base still."""
+    """From the middle checkpoint; the reference is the base still.
+
+    `make test` resumes a run of the other stage, in test_run.py: both stages have its trainer.
+    """
     values, folder, _ = run
     again = tmp_path / "again"
     again.mkdir()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -285,11 +284,6 @@ SLOW = frozenset(
     }
 )
 """Kinds whose whole models run in the long tests only, as they differ from others in sizes."""
-
-
-def list_kinds() -> list[Any]:
-    """Return all kinds as parameters of a test, those of ``SLOW`` marked."""
-    return [pytest.param(k, marks=pytest.mark.slow if k in SLOW else ()) for k in CODERS]
 
 
 def is_linear(name: str) -> bool:

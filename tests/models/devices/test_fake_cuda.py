@@ -23,8 +23,8 @@ from tandem.kernels.weights.formats import WEIGHT_FORMATS
 from tandem.models.families.registry import choose_auto_class
 from tandem.models.planning.planner import plan_model
 
-QUICK = ("gemma3_text", "deepseek_v3", "qwen3_next")
-"""One of each kind of mixer; the others are ``slow``."""
+QUICK = ("deepseek_v3", "qwen3_next")
+"""Latents and states; windows are in ``MIXTURES``. The others are ``slow``."""
 BLOCK_SIZE = 16
 CUDA = torch.device("cuda:0")
 QUICK_KINDS = ("gptq 4 g32 act-order",)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loading import load_checkpoint
 
+from quick import rest_slow
 from tandem import _native
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.spec import NO_OUTPUT
@@ -38,7 +39,10 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
+QUICK = [name for name in CASES if name != "qwen3_moe-f32"]
+
+
+@pytest.fixture(params=rest_slow(QUICK, CASES), ids=lambda name: name.replace(" ", "-"))
 def load(request, checkpoint, monkeypatch):
     family, sizes, dtype, expert_format = CASES[request.param]
     if request.param == "torch":

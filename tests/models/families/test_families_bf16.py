@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from loading import load_checkpoint
-from published import PUBLISHED, make_published, mark_others_slow
+from published import PUBLISHED, STAND_INS, make_published
 from safetensors.torch import load_file
 
+from quick import rest_slow
 from tandem._native import ThreadPool
 from tandem.kernels import tolerance
 from tandem.kernels.paged import PagedBatch
@@ -65,7 +66,7 @@ def run_rounded(model, tokens):
     return theirs, exact, bound
 
 
-@pytest.mark.parametrize("name", mark_others_slow(NAMES))
+@pytest.mark.parametrize("name", rest_slow([n for n in STAND_INS if n != "lfm2"], NAMES))
 def test_parity_in_bfloat16(name, tiny, open_session):
     """Rounding the same weights as eager does, ours is as near to the exact result as eager is."""
     model, tokens, folder = tiny(name)
@@ -79,7 +80,10 @@ def test_parity_in_bfloat16(name, tiny, open_session):
         assert off.max() <= max(1.0, 2 * their_off.max())
 
 
-@pytest.mark.parametrize("name", mark_others_slow(NAMES))
+# Plain attention, experts and latents are fed in every way in test_batch_invariance.py.
+@pytest.mark.parametrize(
+    "name", rest_slow(["gemma2", "qwen3_next", "lfm2", "granitemoehybrid"], NAMES)
+)
 def test_feeding_changes_no_bit(name, tiny, open_session):
     """One token's logits do not depend on chunks, company, reuse of a prefix or threads."""
     _, tokens, folder = tiny(name)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from loading import load_checkpoint
 from odd_configs import MODEL_TYPES, list_untouched, make_odd
-from published import mark_others_slow
 
+from quick import rest_slow
 from tandem.core.errors import TandemError
 from tandem.models.proof.prove import is_dynamic, prove_config
 from tandem.models.proof.tiny import make_reference, make_tiny, make_tokens, save_tiny
@@ -41,7 +41,10 @@ def find_excess(config, folder, open_session, seed: int) -> float:
     return min(found)
 
 
-@pytest.mark.parametrize("model_type", mark_others_slow(MODEL_TYPES))
+@pytest.mark.parametrize(
+    "model_type",
+    rest_slow(["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"], MODEL_TYPES),
+)
 def test_a_family_with_every_field_moved(model_type, tmp_path, open_session):
     """Nine families rotated a part of each head where transformers rotates all of it."""
     config = make_odd(model_type, 0)
@@ -49,7 +52,7 @@ def test_a_family_with_every_field_moved(model_type, tmp_path, open_session):
     assert list_untouched(model_type) == []
 
 
-@pytest.mark.parametrize("model_type", ["llama", "phi3"])
+@pytest.mark.parametrize("model_type", rest_slow(["phi3"], ["llama", "phi3"]))
 def test_a_proof_tells_which_share_of_a_head_is_rotated(model_type):
     """A class that rotates all of it is proved, and the field is known to be unread."""
     proof = prove_config(make_odd(model_type, 0))

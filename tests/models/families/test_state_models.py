@@ -5,6 +5,7 @@ bfloat16. A checkpoint of a model that also takes images is that of its decoder.
 """
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from quick import rest_slow
 from tandem._native import ThreadPool
 from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.kernels.paged import PagedBatch, SequenceChunk
@@ -129,15 +131,26 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(OTHERS))
-@pytest.mark.parametrize("formats", FORMATS[::2], ids="-".join)
+QUICK = [("kimi delta", FORMATS[2]), ("short convolutions", FORMATS[0])]
+QUICK += [("state spaces", FORMATS[2])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "formats"),
+    rest_slow(QUICK, product(OTHERS, FORMATS[::2])),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
 def test_states_of_other_kinds(kind, formats, tmp_path):
     """As gated delta rules, with all their matrices coded."""
     save_tiny(make_tiny(OTHERS[kind], 0), tmp_path)
     check_feeds(tmp_path, formats, is_fused=kind != "state spaces")
 
 
-@pytest.mark.parametrize("formats", FORMATS, ids="-".join)
+@pytest.mark.parametrize(
+    "formats",
+    [pytest.param(f, marks=[pytest.mark.slow] * (f == FORMATS[1])) for f in FORMATS],
+    ids="-".join,
+)
 def test_a_token_has_the_same_bits_however_it_is_fed(folder, formats):
     check_feeds(folder, formats)
 

@@ -113,6 +113,7 @@ def compare(path: Path, open_session: Any) -> tuple[Any, float]:
 SLOW = (
     *("IQ2_XS", "IQ2_S", "IQ3_XXS", "NVFP4"),
     *("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ4_NL"),
+    *("Q8_0", "Q6_K", "IQ3_S", "BF16"),
 )
 """Types that the ones beside them are like; ``test_gguf_stored`` has all of them."""
 

@@ -8,14 +8,16 @@ bf16 activations change.
 
 import json
 import shutil
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from loading import load_checkpoint
-from quantized import CODERS, is_linear, list_kinds, write_plain, write_quantized
+from quantized import CODERS, is_linear, write_plain, write_quantized
 from transformers import AutoModelForCausalLM
 
+from quick import rest_slow
 from tandem.core.errors import ShapeError
 from tandem.kernels import tolerance
 from tandem.kernels.weights.formats import dequantize
@@ -142,8 +144,13 @@ CODED_PARTS = {
 """Sizes, and the names of coded weights beside the usual ones."""
 
 
-@pytest.mark.parametrize("family", CODED_PARTS)
-@pytest.mark.parametrize("kind", ["fp8 blocks", "ct int4 g32 sym"])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    rest_slow(
+        [("fp8 blocks", "qwen3_next"), ("ct int4 g32 sym", "kimi_linear")],
+        product(["fp8 blocks", "ct int4 g32 sym"], CODED_PARTS),
+    ),
+)
 def test_projections_of_a_state_keep_their_codes(kind, family, coded, open_session):
     """Rows of codes are put in the order of the rule, with their scales."""
     sizes, names = CODED_PARTS[family]
@@ -162,7 +169,12 @@ def test_projections_of_a_state_keep_their_codes(kind, family, coded, open_sessi
     assert relative(open_session(values).run(IDS), exact) < 1e-4
 
 
-@pytest.mark.parametrize("kind", list_kinds())
+QUICK = ["fp8 blocks", "ct int4 g32 asym", "ct int8 g32", "ct w8a8", "ct fp8 channel", "ct nvfp4"]
+QUICK += ["gptq 4 g32 act-order", "gptq 8 g32 asym", "awq g32"]
+"""Each layout of codes, of scales and of zero points; all kinds are decoded below."""
+
+
+@pytest.mark.parametrize("kind", rest_slow(QUICK, CODERS))
 def test_logits_are_those_of_the_decoded_weights(kind, coded, open_session):
     is_moe = any(word in kind for word in ("g32", "fp8", "fp4", "rows"))
     family = "qwen3_moe" if is_moe else "llama"
@@ -244,7 +256,9 @@ LATENT = {
 }
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "gptq 4 g32 asym", "awq g32"])
+@pytest.mark.parametrize(
+    "kind", rest_slow(["fp8 blocks", "awq g32"], ["fp8 blocks", "gptq 4 g32 asym", "awq g32"])
+)
 def test_latent_attention_reads_values_and_experts_codes(kind, coded, open_session):
     """DeepSeek's own layout: experts, shared ones and dense layers take the codes as they are."""
     folder, plain = coded("deepseek_v3", kind, **LATENT)
