@@ -5,6 +5,7 @@ Children come first, so that a parent module's assignment can depend on theirs.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -133,8 +134,7 @@ def load_rules(
         NotFoundError: no such file.
         ConfigError: the file is not a rule file.
     """
-    builtin = resources.files("tandem.models") / "rules" / f"{workload}.yaml"
-    rules = parse_rules(builtin.read_text("utf-8"), BUILT_IN)
+    rules = _load_builtin_rules(workload)
     if given is None:
         return rules
     if isinstance(given, tuple):
@@ -145,6 +145,13 @@ def load_rules(
         what = f"cannot read {given}: {error}: give a YAML file of rules"
         raise NotFoundError("models.load_rules", what) from error
     return parse_rules(text, Path(given).name) + rules
+
+
+@cache
+def _load_builtin_rules(workload: Workload) -> tuple[Rule, ...]:
+    """Return the rules of the package for a workload, which are parsed once."""
+    builtin = resources.files("tandem.models") / "rules" / f"{workload}.yaml"
+    return parse_rules(builtin.read_text("utf-8"), BUILT_IN)
 
 
 def plan_modules(
