@@ -25,8 +25,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # As in an instance: spinning OpenMP threads starve each other on shared cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Clients of a few tests, whose import takes seconds: every process collects every test.
-for name in ("anthropic", "ollama", "openai"):
+# Packages of a few tests, whose import takes seconds: every process collects every test.
+for name in ("anthropic", "datasets", "ollama", "openai"):
     if (spec := importlib.util.find_spec(name)) is not None and spec.loader is not None:
         spec.loader = importlib.util.LazyLoader(spec.loader)
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -80,5 +80,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesBySe
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "e2e" in Path(str(item.fspath)).parts:
+        if "e2e" in item.path.parts:
             item.add_marker(pytest.mark.e2e)
