@@ -53,7 +53,7 @@ def run_seed(seed, num_requests=NUM_REQUESTS, *, is_small=False, **changes):
 @pytest.mark.parametrize(
     ("seeds", "has_small"),
     [
-        pytest.param(range(100), True, id="quick"),
+        pytest.param(range(50), True, id="quick"),
         pytest.param(range(200), False, id="200", marks=pytest.mark.slow),
         pytest.param(range(200, 10_000), False, id="9800", marks=pytest.mark.long),
     ],

@@ -113,7 +113,8 @@ def tell_tokens(found):
 @pytest.mark.parametrize(
     ("deferred", "is_uploading", "num_slots"),
     [
-        (0, False, 0),
+        # Graphs without uploads are those of states and adapters, below.
+        pytest.param(0, False, 0, marks=pytest.mark.slow),
         pytest.param(1, False, 0, marks=pytest.mark.slow),
         pytest.param(1, True, 0, marks=pytest.mark.slow),
         # One token's experts are gathered from the places, those of two multiplied in them.

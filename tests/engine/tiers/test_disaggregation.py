@@ -7,9 +7,11 @@ between them. What is asked is also asked of an engine of its own, whose tokens 
 import asyncio
 import threading
 import time
+from itertools import product
 
 import pytest
 
+from quick import rest_slow
 from tandem.core.clock import MonotonicClock
 from tandem.core.wire import (
     AddRequest,
@@ -196,8 +198,10 @@ def pair(make):
     return prefill, decode
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize(
+    ("transport", "is_early"),
+    rest_slow([("shm", True), ("tcp", False)], product(["shm", "tcp"], [True, False])),
+)
 def test_tokens_are_those_of_one_engine(make, truth, transport, is_early):
     """Greedy and seeded, in chunks of 40 tokens, by shared memory and by sockets."""
     settings = {"engine": {"max_batch_tokens": 40, "max_running": 8}, "transports": (transport,)}

@@ -19,7 +19,7 @@ from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.store_tier import StoreTier
 from tandem.sim import run_virtual
 
-GROUP = 20
+GROUP = 10
 
 
 def run_seed(seed, num_requests=16, **changes):
@@ -183,7 +183,10 @@ def test_removed_safety_rules_are_caught(mutants, monkeypatch):
         changes = {"roles": ROLES["unified"], "swaps": True}
     if (HandOver, "_read_state") in mutants:
         changes = {"roles": ROLES["pair"], "num_slots": 12}
-    assert find_violation(range(60), **changes) is not None
+    # Seeds that are known to show it first: the rarest would take 27.
+    first = {share_with_anybody: 4, name_no_model: 26, trust_any_copy: 4}
+    likely = [first[mutant] for mutant in mutants.values() if mutant in first]
+    assert find_violation([*likely, *range(60)], **changes) is not None
 
 
 @pytest.mark.slow
