@@ -1,4 +1,7 @@
-"""Goal: a Python program gets the tokens that a client of the server gets, and never hangs."""
+"""Goal: a Python program gets the tokens that a client of the server gets, and never hangs.
+
+Method: the demo model as one GGUF file, which is all that the program names.
+"""
 
 import asyncio
 import subprocess
@@ -9,15 +12,29 @@ import httpx
 import pytest
 
 import tandem
+from demo_file import MESSAGES, NUM_TOKENS, answer, make_folder, write_file
 from tandem.core.errors import ConfigError, PeerLostError
 
 PROMPTS = ["The capital of", "Once upon a time"]
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with tandem.LLM("demo", max_model_len=512) as opened:
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    file = str(write_file(folder))
+    with tandem.LLM(file, dtype="bfloat16", max_model_len=512) as opened:
         yield opened
+
+
+def test_a_gguf_file_alone_answers_as_its_folder(llm, folder):
+    """Template, tokens, weights and end of text come from the one file."""
+    (output,) = llm.chat(MESSAGES, max_tokens=NUM_TOKENS, temperature=0)
+    assert (output.prompt_tokens, output.text) == answer(folder)
+    assert output.text
 
 
 def post(llm, path, **body):
