@@ -41,6 +41,7 @@ def make_info(vocab_size: int = 512, max_model_len: int = 256) -> InstanceInfo:
         num_blocks=64,
         kv_bytes_per_token=64,
         weight_bytes=1 << 20,
+        memory_bytes=(1 << 20) + 64 * 16 * 64,
         num_parameters=1 << 18,
         eos_token_ids=[0],
         weight_version="f" * 64,

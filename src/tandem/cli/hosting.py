@@ -13,6 +13,7 @@ import msgspec
 from tandem.cli.config import Config
 from tandem.cli.extras import require_serve
 from tandem.cli.output import print_json, print_next
+from tandem.core.adapter import read_sources
 from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
@@ -141,12 +142,16 @@ def _overlay(settings: Config, name: str, spec: HostedSpec) -> Config:
 
 
 def _estimate(folder: Path, settings: Config) -> int:
-    """Return about how many bytes a model needs: the size of its files plus the configured KV
-    cache.
+    """Return about how many bytes a model needs: the size of its files and those of its adapters,
+    plus the configured KV cache.
+
+    Raises: ConfigError (a setting does not name an adapter as NAME=FOLDER).
     """
+    adapters = [Path(source.folder) for source in read_sources(settings.model.adapter)]
     sizes = [
         path.stat().st_size
+        for place in (folder, *adapters)
         for pattern in WEIGHT_FILES
-        for path in ([folder] if folder.is_file() else folder.glob(pattern))
+        for path in ([place] if place.is_file() else place.glob(pattern))
     ]
     return sum(sizes) + int((settings.engine.kv_cache_gib or 0) * 2**30)

@@ -525,6 +525,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     to reuse it: those of the window, or the one before the state; 0: none."""
     kv_bytes_per_token: int
     weight_bytes: int
+    memory_bytes: int = 0
+    """Bytes of memory that resident weights, the adapters of the start, and all blocks and states
+    take; without a step's buffers."""
     num_parameters: int
     eos_token_ids: list[int]
     weight_version: str

@@ -255,6 +255,7 @@ def build_engine(
         group_depth=group_depth,
         kv_bytes_per_token=plan.layout.bytes_per_token,
         weight_bytes=model.weight_bytes,
+        memory_bytes=plan.memory_bytes,
         num_parameters=spec.num_parameters,
         eos_token_ids=list(spec.eos_token_ids),
         weight_version=model.weights_digest,

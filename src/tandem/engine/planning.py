@@ -131,6 +131,15 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     """Division of the routed experts between host and device; None if they do not share them."""
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of weights in memory, adapters of the start, blocks, states and latents, in all
+        memories together, without a step's buffers."""
+        others = (self.kv, self.kv.windows, self.states, self.adapters)
+        sizes = [each.size_bytes for each in others if each is not None]
+        latents = 0 if self.latents is None else self.latents.memory_bytes
+        return self.model.resident_bytes + sum(sizes) + latents
+
+    @property
     def operator_threads(self) -> dict[str, int]:
         """Number of threads for each kind of computation, by its name."""
         names = ["attention", "matrices", *(["routed experts"] if self.model.spec.is_moe else [])]

@@ -86,6 +86,8 @@ def test_adapters_take_memory_from_kv(tmp_path):
     sizes = sum(tensor.numel() for tensor in tensors.values())
     assert planned.adapters.num_adapters == 1
     assert planned.adapters.size_bytes >= 2 * sizes
+    held = planned.model.weight_bytes + planned.kv.size_bytes + planned.adapters.size_bytes
+    assert planned.memory_bytes == held
     taken = (without.kv.num_blocks - planned.kv.num_blocks) * without.kv.block_bytes
     fraction = planned.adapters.size_bytes * DEFAULT_FRACTION
     assert taken == pytest.approx(fraction, abs=2 * without.kv.block_bytes)

@@ -48,10 +48,7 @@ def _require_hub(context: ServerContext) -> ModelHub:
 def _answer_alone(context: ServerContext) -> Response:
     """Describe the only model of a server without a hub, which never sleeps."""
     info = context.engine.info
-    need = 0
-    if info is not None:
-        kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
-        need = info.weight_bytes + kv_bytes
+    need = 0 if info is None else info.memory_bytes
     only = HostedModelStatus(
         name=context.models.first,
         state="new" if info is None else "awake",

@@ -198,8 +198,7 @@ class ModelHub:
                     what = f"{name} did not serve within {WAKE_TIMEOUT_S:g} s"
                     raise PeerLostError("hub.wake", what) from error
                 raise
-            kv_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
-            self.residency.note_need(name, info.weight_bytes + kv_bytes)
+            self.residency.note_need(name, info.memory_bytes)
             model.enter("awake")
 
     async def sleep(self, name: str) -> None:
