@@ -5,6 +5,10 @@ their benches in turn (BEFORE AFTER, AFTER BEFORE, ...), and prints for each cas
 the repeats of how many times better AFTER is, then the geometric mean over all cases. A case that
 one of the two does not have is named and left out. Run it on a machine that has nothing else to do.
 
+Where the machine's clock changes between runs, ``--to-baseline`` compares ratios to the bench's
+baseline, which is measured in turn with ours. It hides a change that slows both, so it does not
+serve for cases whose baseline is the project's own code.
+
 Exit status: 1 if the mean or a case is below its bound, or a check fails; 0 otherwise.
 """
 
@@ -74,8 +78,16 @@ def measure(python: Path, bench: str) -> dict[str, dict[str, object]]:
     return {f"{bench} {record['case']}": record for record in records}
 
 
-def compare(before: dict[str, object], after: dict[str, object]) -> float:
-    """Return how many times better ``after`` is."""
+def compare(
+    before: dict[str, object], after: dict[str, object], *, to_baseline: bool = False
+) -> float:
+    """Return how many times better ``after`` is: by the ratios to the baseline if ``to_baseline``
+    and both have the same one, by our own figures otherwise.
+    """
+    if to_baseline and before["baseline_name"] == after["baseline_name"]:
+        old, new = before["ratio"], after["ratio"]
+        if isinstance(old, float) and isinstance(new, float):
+            return new / old
     old, new = before["ours"], after["ours"]
     assert isinstance(old, float | int)
     assert isinstance(new, float | int)
@@ -90,6 +102,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("after")
     parser.add_argument("--benches", nargs="+", default=BENCHES, metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--to-baseline", action="store_true")
     options = parser.parse_args(arguments)
     pythons = prepare(options.before), prepare(options.after)
     ratios: dict[str, list[float]] = defaultdict(list)
@@ -104,7 +117,8 @@ def main(arguments: list[str]) -> int:
                 elif any(found[which][case]["check"] != "ok" for which in order):
                     wrong.add(f"{case}: a check failed")
                 else:
-                    ratios[case].append(compare(found[0][case], found[1][case]))
+                    ratio = compare(found[0][case], found[1][case], to_baseline=options.to_baseline)
+                    ratios[case].append(ratio)
     if not ratios:
         print("nothing was measured", *sorted(wrong), sep="\n")
         return 1
