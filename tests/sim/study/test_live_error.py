@@ -13,6 +13,7 @@ from tandem.sim.cluster.run import run_scenario
 from tandem.sim.cluster.steps import Calibration
 from tandem.sim.study.live import (
     NEAR,
+    FittedLoad,
     compare_figures,
     draw_rows,
     find_capacity,
@@ -52,7 +53,7 @@ def test_times_beside_steps_are_found_and_other_loads_predicted(roles):
     real = msgspec.structs.replace(guess, request_ms=12.0)
     if roles == ("unified",):
         (group,) = real.instances
-        costs = msgspec.structs.replace(group.calibration, gap_s=2e-3)
+        costs = msgspec.structs.replace(group.calibration, gap_s=2e-3, decode_s=8e-4)
         group = msgspec.structs.replace(group, calibration=costs)
         real = msgspec.structs.replace(real, instances=(group,))
     else:
@@ -63,16 +64,19 @@ def test_times_beside_steps_are_found_and_other_loads_predicted(roles):
         return run_scenario(real, scale_rows(rows, rate)).report
 
     capacity = find_capacity(guess, draw_rows(24, 1))
-    rate = capacity / 2
-    rows = draw_rows(30, 2)
-    fitted = fit_overheads(guess, list(scale_rows(rows, rate)), serve(rows, rate))
+    loads = []
+    for load in (0.7, 0.3):
+        rows = draw_rows(30, 2)
+        rate = load * capacity
+        loads.append(FittedLoad(list(scale_rows(rows, rate)), serve(rows, rate)))
+    fitted = fit_overheads(guess, loads)
     found = []
-    for load in (0.3, 0.7):
+    for load in (0.3, 0.5, 0.7):
         rows = draw_rows(30, 3)
         rate = load * capacity
         before = compare_figures("s", guess, rows, rate, load, serve(rows, rate))
         found += compare_figures("s", fitted, rows, rate, load, serve(rows, rate))
         assert max(abs(each.error) for each in before) > 0.2
-    assert [each.figure for each in found] == 2 * ["TTFT", "TPOT", "throughput"]
+    assert [each.figure for each in found] == 3 * ["TTFT", "TPOT", "throughput"]
     assert max(abs(each.error) for each in found) < NEAR
-    assert "**6 of 6 figures are within 15%.**" in render_errors(found, "A machine.")
+    assert "**9 of 9 figures are within 15%.**" in render_errors(found, "A machine.")

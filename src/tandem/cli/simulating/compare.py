@@ -26,7 +26,8 @@ __all__ = ["compare"]
 
 LOADS = (0.3, 0.5, 0.75)
 """Request rates at which each setup is compared, as shares of the setup's capacity."""
-FITTED_LOAD = 0.5
+FITTED_LOADS = (0.75, 0.3)
+"""Request rates of the loads to which the overheads are fitted, as shares of the capacity."""
 LEARNING_REQUESTS, LEARNING_AT_ONCE = 24, 6
 MAX_LEARNING_LOADS = 12
 """Most loads that are sent until the costs of every instance's steps are learnt: an instance that
@@ -64,14 +65,14 @@ def compare(
         bool | None, typer.Option("--store/--no-store", help="One of the two; both without.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, help="Of each load, of which a setup serves four.")
+        float, typer.Option(min=1, help="Of each load, of which a setup serves five.")
     ] = 8.0,
     output: Annotated[Path | None, typer.Option(help="Write the page, Markdown.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Serve loads live and in virtual time, and show how far apart TTFT, TPOT and throughput are.
 
-    Needs the machine for itself, some seven minutes with what it does without options.
+    Needs the machine for itself, some ten minutes with what it does without options.
     """
     from tandem.sim.study.live import render_errors
 
@@ -185,6 +186,7 @@ def _compare_setup(
     from tandem.sim.cluster.calibration import has_learnt, learn_instances
     from tandem.sim.study.live import (
         BLOCK_SIZE,
+        FittedLoad,
         compare_figures,
         draw_rows,
         find_capacity,
@@ -216,10 +218,12 @@ def _compare_setup(
             if all(has_learnt(each) for each in live.tell().instances):
                 break
         capacity = find_capacity(describe(live), rows)
-        rate = FITTED_LOAD * capacity
-        rows = draw_rows(_count(rate, seconds), seed := next(seeds))
-        report = live.serve(rows, seed, rate)
-        scenario = fit_overheads(describe(live), _scale(rows, rate), report)
+        fitted: list[FittedLoad] = []
+        for load in FITTED_LOADS:
+            rate = load * capacity
+            rows = draw_rows(_count(rate, seconds), seed := next(seeds))
+            fitted.append(FittedLoad(_scale(rows, rate), live.serve(rows, seed, rate)))
+        scenario = fit_overheads(describe(live), fitted)
         for load in LOADS:
             rate = load * capacity
             rows = draw_rows(_count(rate, seconds), seed := next(seeds))

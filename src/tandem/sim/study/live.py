@@ -1,14 +1,17 @@
 """The simulator's error against a live server that serves the same load.
 
-Learnt from the server beforehand: the costs of its steps, and two constants, the time between two
-steps and the time of a request outside of its steps. These are fitted to one load at one rate; runs
-at other rates with other prompts are predicted. This module only computes: the live figures are
-arguments.
+Learnt from the server beforehand: the costs of its steps, and three constants, the time between two
+steps, the time that each decode adds to it, and the time of a request outside of its steps. These
+are fitted to loads at two rates; runs of other prompts at these rates and between are predicted.
+This module only computes: the live figures are arguments.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from tandem.core.instance_status import InstanceRole
 from tandem.core.loads.records import LoadReport
@@ -28,6 +31,7 @@ __all__ = [
     "LENGTH_DIVISOR",
     "NEAR",
     "ErrorRow",
+    "FittedLoad",
     "compare_figures",
     "draw_rows",
     "find_capacity",
@@ -43,6 +47,10 @@ BLOCK_TOKENS = 512 // LENGTH_DIVISOR
 NEAR = 0.15
 """Relative error up to which a figure counts as predicted."""
 NUM_FITS = 6
+MIN_SPREAD = 0.2
+"""Least relative difference of the mean number of decodes in a step between two loads by which the
+time per decode is told from a constant.
+"""
 FIGURES = ("TTFT", "TPOT", "throughput")
 
 
@@ -117,39 +125,81 @@ def find_capacity(scenario: Scenario, rows: Sequence[TraceRow]) -> float:
     return len(rows) / max(report.duration, 1e-9)
 
 
-def fit_overheads(scenario: Scenario, rows: Sequence[TraceRow], live: LoadReport) -> Scenario:
-    """Return a scenario whose overheads are fitted so that it reproduces the live means.
+class FittedLoad(NamedTuple):
+    """A load that was served live, to which overheads are fitted."""
 
-    On unified instances the missing time per token becomes the gap between steps; on prefill-decode
-    pairs it becomes the latency of a hand-over, for which a token waits.
+    rows: Sequence[TraceRow]
+    live: LoadReport
+
+
+def fit_overheads(scenario: Scenario, loads: Sequence[FittedLoad]) -> Scenario:
+    """Return a scenario whose overheads are fitted so that it comes near the live means.
+
+    The time per token that is missing has a constant part, and one that grows with the decodes of a
+    step, because each token that is sent takes time of the server's and the client's on the same
+    cores. On unified instances the constant part becomes the gap between steps; on prefill-decode
+    pairs it becomes the latency of a hand-over, for which a token waits. Relative errors of all
+    loads count alike.
     """
     is_pair = any(group.role == "decode" for group in scenario.instances)
     for _ in range(NUM_FITS):
-        report = run_scenario(scenario, rows).report
-        if not (report.ttft_ms and report.tpot_ms and live.ttft_ms and live.tpot_ms):
-            break
-        missing_tpot_ms = live.tpot_ms.mean - report.tpot_ms.mean
-        if is_pair:
+        terms: list[tuple[float, float]] = []
+        missing_tpot_s: list[float] = []
+        missing_ttft_ms: list[float] = []
+        weights: list[tuple[float, float]] = []
+        for rows, live in loads:
+            ours = run_scenario(scenario, rows).report
+            if not (ours.ttft_ms and ours.tpot_ms and live.ttft_ms and live.tpot_ms):
+                continue
             # The latency of a hand-over (of a prompt's KV to the decoding instance) counts once, in
-            # the gap after the first token: so it is the missing time per token (live minus
-            # simulated) times the tokens after the first.
-            tokens = report.total_output_tokens / max(report.completed, 1)
-            latency_us = scenario.links.latency_us + 1e3 * missing_tpot_ms * max(tokens - 1, 1)
-            links = msgspec.structs.replace(scenario.links, latency_us=max(latency_us, 0.0))
+            # the gap after the first token; a gap between steps counts for each token.
+            tokens = ours.total_output_tokens / max(ours.completed, 1)
+            constant = 1 / max(tokens - 1, 1) if is_pair else 1.0
+            num_decodes = ours.output_throughput * ours.tpot_ms.mean / 1e3
+            terms.append((constant, num_decodes))
+            missing_tpot_s.append((live.tpot_ms.mean - ours.tpot_ms.mean) / 1e3)
+            missing_ttft_ms.append(live.ttft_ms.mean - ours.ttft_ms.mean)
+            weights.append((1 / live.tpot_ms.mean, 1 / live.ttft_ms.mean))
+        if not terms:
+            break
+        tpot_weights, ttft_weights = np.array(weights).T
+        constant_s, decode_s = _solve(np.array(terms), np.array(missing_tpot_s), tpot_weights)
+        if is_pair:
+            latency_us = max(scenario.links.latency_us + 1e6 * constant_s, 0.0)
+            links = msgspec.structs.replace(scenario.links, latency_us=latency_us)
             scenario = msgspec.structs.replace(scenario, links=links)
-        else:
-            scenario = _add_gap(scenario, missing_tpot_ms / 1e3)
-        request_ms = scenario.request_ms + live.ttft_ms.mean - report.ttft_ms.mean
-        scenario = msgspec.structs.replace(scenario, request_ms=max(request_ms, 0.0))
+            constant_s = 0.0
+        scenario = _add_step_time(scenario, constant_s, decode_s)
+        request_ms = np.average(missing_ttft_ms, weights=ttft_weights**2)
+        request_ms = max(scenario.request_ms + float(request_ms), 0.0)
+        scenario = msgspec.structs.replace(scenario, request_ms=request_ms)
     return scenario
 
 
-def _add_gap(scenario: Scenario, seconds: float) -> Scenario:
+def _solve(
+    terms: NDArray[np.float64], missing_s: NDArray[np.float64], weights: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return the constant and the time per decode that fit the missing times best, by least squares
+    of the relative errors; the time per decode is 0 where the loads do not tell the two apart.
+    """
+    weighted = terms * weights[:, None]
+    if len(terms) > 1 and np.ptp(terms[:, 1]) > MIN_SPREAD * terms[:, 1].max():
+        constant_s, decode_s = np.linalg.lstsq(weighted, missing_s * weights, rcond=None)[0]
+        return float(constant_s), float(decode_s)
+    column = weighted[:, 0]
+    return float(column @ (missing_s * weights) / (column @ column)), 0.0
+
+
+def _add_step_time(scenario: Scenario, gap_s: float, decode_s: float) -> Scenario:
     groups: list[Group] = []
     for group in scenario.instances:
         costs = group.calibration
         assert costs is not None, "a live server has learnt costs"
-        costs = msgspec.structs.replace(costs, gap_s=max(costs.gap_s + seconds, 0.0))
+        costs = msgspec.structs.replace(
+            costs,
+            gap_s=max(costs.gap_s + gap_s, 0.0),
+            decode_s=max(costs.decode_s + decode_s, 0.0),
+        )
         groups.append(msgspec.structs.replace(group, calibration=costs))
     return msgspec.structs.replace(scenario, instances=tuple(groups))
 
@@ -199,9 +249,9 @@ def render_errors(rows: Sequence[ErrorRow], machine: str) -> str:
         "# The simulator's error against live servers",
         "",
         "Made by `tandem sim compare --output PAGE`. Each setup is started and learns the costs of",
-        "its steps from a load at half of its capacity, to which the time between steps and the",
-        "time of a request beside them are fitted. Then it serves three loads of other prompts,",
-        "which are also simulated. Means over all requests of a run.",
+        "its steps. The time between steps, what each decode adds to it, and the time of a request",
+        "beside them are fitted to two loads. Then it serves three loads of other prompts, which",
+        "are also simulated. Means over all requests of a run.",
         "",
         f"{machine}",
         "",
