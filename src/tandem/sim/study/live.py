@@ -46,7 +46,7 @@ LENGTH_DIVISOR = 8
 BLOCK_TOKENS = 512 // LENGTH_DIVISOR
 NEAR = 0.15
 """Relative error up to which a figure counts as predicted."""
-NUM_FITS = 6
+NUM_FITS = 8
 MIN_SPREAD = 0.2
 """Least relative difference of the mean number of decodes in a step between two loads by which the
 time per decode is told from a constant.
@@ -163,7 +163,9 @@ def fit_overheads(scenario: Scenario, loads: Sequence[FittedLoad]) -> Scenario:
         if not terms:
             break
         tpot_weights, ttft_weights = np.array(weights).T
-        constant_s, decode_s = _solve(np.array(terms), np.array(missing_tpot_s), tpot_weights)
+        # Longer steps have more decodes, which makes them longer again: take half of what is missing.
+        missing = np.array(missing_tpot_s) / 2
+        constant_s, decode_s = _solve(np.array(terms), missing, tpot_weights)
         if is_pair:
             latency_us = max(scenario.links.latency_us + 1e6 * constant_s, 0.0)
             links = msgspec.structs.replace(scenario.links, latency_us=latency_us)
