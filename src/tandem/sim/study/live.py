@@ -163,7 +163,7 @@ def fit_overheads(scenario: Scenario, loads: Sequence[FittedLoad]) -> Scenario:
         if not terms:
             break
         tpot_weights, ttft_weights = np.array(weights).T
-        # Longer steps have more decodes, which makes them longer again: take half of what is missing.
+        # Longer steps have more decodes, which makes them longer again: take half of it.
         missing = np.array(missing_tpot_s) / 2
         constant_s, decode_s = _solve(np.array(terms), missing, tpot_weights)
         if is_pair:
