@@ -133,7 +133,8 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def memory_bytes(self) -> int:
         """Bytes of weights in memory, adapters of the start, blocks, states and latents, in all
-        memories together, without a step's buffers."""
+        memories together, without a step's buffers.
+        """
         others = (self.kv, self.kv.windows, self.states, self.adapters)
         sizes = [each.size_bytes for each in others if each is not None]
         latents = 0 if self.latents is None else self.latents.memory_bytes
