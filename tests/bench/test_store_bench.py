@@ -1,6 +1,9 @@
 """`tandem bench store` at toy size, so that it cannot rot. Goal: its checks hold, and can fail."""
 
+import contextlib
 import os
+
+import pytest
 
 from tandem.bench import store as bench
 from tandem.bench.harness import run_cases
@@ -24,7 +27,8 @@ def test_the_curve_of_the_allocator():
         assert all(point.mean_ns > 0 for point in rest)
 
 
-def test_objects_over_both_paths(monkeypatch):
+@pytest.fixture
+def toy_sizes(monkeypatch):
     monkeypatch.setattr(bench, "SEGMENT_BYTES", 2**26)
     monkeypatch.setattr(bench, "QUICK_HOST_BYTES", 2**26)
     monkeypatch.setattr(bench, "MEASURE_S", 0.001)
@@ -34,6 +38,36 @@ def test_objects_over_both_paths(monkeypatch):
     monkeypatch.setattr(bench, "LATENCY_S", 0.1)
     monkeypatch.setattr(bench, "_make_allocator_cases", lambda quick: iter(()))
     monkeypatch.setattr(bench, "_make_directory_cases", lambda quick: iter(()))
+
+
+def end_with(name, cases):
+    """Cases up to one: the next would start the store of the other path."""
+    for case in cases:
+        yield case
+        if case.name.startswith(name):
+            return
+
+
+def test_objects_within_a_host(toy_sizes):
+    """One store, which is two processes; ``first_put`` runs in ``test_children.py``."""
+    cases = bench.make_cases(quick=True)
+    with contextlib.closing(cases):
+        records = list(
+            run_cases(
+                "store",
+                end_with("op=exists", cases),
+                patterns=["op=exists*", "path=*"],
+                budget_s=0.1,
+                rounds=1,
+            )
+        )
+    num_near = 2 if len(os.sched_getaffinity(0)) > 1 else 0
+    assert [record.check for record in records] == ["ok"] * (7 + num_near)
+    assert {record.case.split()[0] for record in records} == {"path=samehost", "op=exists"}
+
+
+@pytest.mark.slow
+def test_objects_over_both_paths(toy_sizes):
     cases = bench.make_cases(quick=True)
     records = list(run_cases("store", cases, budget_s=0.1, rounds=1))
     num_near = 4 if len(os.sched_getaffinity(0)) > 1 else 0

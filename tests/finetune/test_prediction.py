@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from quick import rest_slow
 from tandem.cli.main import app
+from tandem.finetune.forecast import prediction
 from tandem.finetune.forecast.fake_step import StepShape, simulate_step
 from tandem.finetune.forecast.prediction import predict_run
 from tandem.finetune.recipes.recipe import make_recipe
@@ -151,8 +152,17 @@ def test_checkpointing_keeps_less_and_computes_more(adapt):
     assert checkpointed.torch_flops > 1.2 * plain.torch_flops
 
 
-def test_what_to_change_where_it_does_not_fit(make_values, tmp_path):
+def test_what_to_change_where_it_does_not_fit(make_values, tmp_path, monkeypatch):
     """Keys are named in order until it fits; nothing that fits is changed."""
+    known = {}
+
+    def simulate_once(make, layers, shape, adapt):
+        if shape not in known:
+            known[shape] = simulate_step(make, layers, shape, adapt)
+        return known[shape]
+
+    # The second prediction begins with what the first has simulated; the rank stays the same.
+    monkeypatch.setattr(prediction, "simulate_step", simulate_once)
     values = make_values(tmp_path / "out", per_device_train_batch_size=8, lora_rank=64)
     recipe = make_recipe(values)
     whole = predict_run(recipe)
@@ -165,6 +175,7 @@ def test_what_to_change_where_it_does_not_fit(make_values, tmp_path):
     assert tight.changed_bytes <= tight.available_bytes
 
 
+@pytest.mark.usefixtures("free_step")
 def test_data_that_is_not_there_is_told_beside_the_figures(make_values, tmp_path):
     """The command shows the table, names the error, and ends with status 1."""
     values = make_values(tmp_path / "out", dataset="absent", cutoff_len=32)
