@@ -184,8 +184,13 @@ def test_a_timeline_has_both_legs(whole):
     assert decode["computed_tokens"] == 0, "all of the prompt's KV was read"
 
 
+@pytest.mark.slow
 def test_a_prefill_killed_in_mid_request(server, whole):
-    """It is stopped before it gets the request, so it dies while decode waits for its blocks."""
+    """It is stopped before it gets the request, so it dies while decode waits for its blocks.
+
+    `make test` kills the decode instance, below, and fails the prefill's in
+    ``tests/engine/tiers/test_bitwise.py``.
+    """
     truth = ask(server, GREEDY)["choices"][0]["text"]
     ask(whole, {}, "/flush_cache")
     pid = find(whole, "prefill-0")["pid"]

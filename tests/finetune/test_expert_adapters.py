@@ -66,6 +66,12 @@ def checkpoint(request, tmp_path_factory):
     return _save(request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
+one_family = pytest.mark.parametrize(
+    "checkpoint", rest_slow(["qwen3_moe"], FAMILIES), indirect=True, scope="module"
+)
+"""Of whole runs; gradients and merged weights, where layouts differ, are those of each family."""
+
+
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
     """The first of them."""
@@ -199,6 +205,7 @@ def run(checkpoint, tmp_path_factory, make_values):
     return values, folder
 
 
+@one_family
 def test_the_adapter_loads_in_plain_peft(run, checkpoint):
     """Its logits there are ours within the rounding of activations; without it, far from them."""
     _, folder = run
@@ -221,6 +228,7 @@ def test_the_adapter_loads_in_plain_peft(run, checkpoint):
     assert all(t.any() for t in factors.values())
 
 
+@one_family
 def test_a_resumed_run_is_the_same_bit_by_bit(run, tmp_path):
     """From the middle checkpoint."""
     values, folder = run
@@ -234,6 +242,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(run, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@one_family
 def test_training_goes_on_from_an_adapter(run, tmp_path):
     """``adapter_name_or_path`` begins where the other run ended."""
     values, folder = run
@@ -263,6 +272,7 @@ def test_the_merged_checkpoint_computes_what_the_adapter_does(run, checkpoint, t
     assert float((got - want).norm() / want.norm()) < 1e-5
 
 
+@one_family
 def test_evaluation_takes_the_adapter(run, checkpoint, tmp_path):
     """What was learned is measured: the trained rows are likelier with the adapter."""
     _, folder = run
@@ -280,6 +290,7 @@ def test_evaluation_takes_the_adapter(run, checkpoint, tmp_path):
     assert score(folder) < score(None)
 
 
+@one_family
 def test_what_is_hostile_is_refused(run, checkpoint, tmp_path):
     """Shapes of another model, parameters that the configuration does not name."""
     _, folder = run

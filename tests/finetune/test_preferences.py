@@ -325,6 +325,7 @@ def test_a_prediction_counts_both_answers(values):
     assert not predicted.problems
 
 
+@pytest.mark.slow
 def test_adapters_of_routed_experts(values, tmp_path):
     """They are switched off for the reference as well, and are trained."""
     keys = {"expert_format": "int8", "lora_target": "all,experts", "max_steps": 3}

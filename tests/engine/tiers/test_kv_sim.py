@@ -8,6 +8,7 @@ is left. A failing seed prints itself; run it alone by its number.
 import pytest
 from kv_world import ROLES, KvWorld, Settings
 
+from quick import rest_slow
 from tandem.conductor.routes import InstanceRef
 from tandem.engine.cluster.member import ClusterMember
 from tandem.engine.disaggregation import peers
@@ -52,7 +53,7 @@ def test_seeds(first):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(6), pytest.param(range(100, 2100), marks=pytest.mark.slow)], ids=len
+    "seeds", [range(4), pytest.param(range(100, 2100), marks=pytest.mark.slow)], ids=len
 )
 def test_seeds_of_a_model_with_states(seeds):
     """A wrong state gives wrong tokens: half a point, a late or flipped read, a slot given away."""
@@ -64,7 +65,7 @@ def test_seeds_of_a_model_with_states(seeds):
     assert sum(world.num_read for world in worlds.values()) > 0
 
 
-@pytest.mark.parametrize("seed", [40, 2192, 7481, 7592, 8462])
+@pytest.mark.parametrize("seed", rest_slow([40, 2192, 7592], [40, 2192, 7481, 7592, 8462]))
 def test_seeds_that_failed(seed):
     """40: two of three objects were asked for again, in another order than at first, and a get
     gave each the other's value. 2192, 7481: a pair was apart for ten seconds after one lost

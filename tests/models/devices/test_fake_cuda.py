@@ -120,11 +120,11 @@ def test_a_step_stays_on_the_device(name, tmp_path, monkeypatch):
 
 
 def list_formats():
-    """Every format on three families, ``slow`` but for one of values and one of codes.
+    """Every format on three families, ``slow`` but for one.
 
-    Experts in a block of their own are those of the checkpoints with codes, below.
+    Experts in codes, in a block of their own, are those of the checkpoints with codes, below.
     """
-    quick = {("gpt_oss", "f32"), ("gemma4_text", "int8g32")}
+    quick = {("gpt_oss", "f32")}
     return [
         pytest.param(family, name, marks=() if (family, name) in quick else pytest.mark.slow)
         for family in MIXTURES

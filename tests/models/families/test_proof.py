@@ -129,6 +129,12 @@ LONG = {
     "logits not scaled",
     "convolution the other way around",
     "one norm for all groups",
+    "output of attention not gated",
+    "values not normed",
+    "YaRN's correction of the scale left out",
+    "one expert fewer",
+    "factors of experts left out",
+    "experts of another activation",
 }
 """Cases of these tests that others stand for in a run of minutes; of mutants, another of the same
 operator.

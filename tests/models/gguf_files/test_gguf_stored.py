@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_gguf_blocks import HALVES, draw_blocks, draw_sane
 
+from quick import rest_slow
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.errors import ShapeError, UnsupportedError
 from tandem.kernels.cpu.experts import PackedExperts
@@ -171,13 +172,8 @@ def test_gradients_are_those_of_the_weights(kind, isa, pool):
     assert (error <= (OUTS + 4) * 2.0**-24 * (np.abs(rows) @ np.abs(weights)) + 1e-30).all()
 
 
-SLOW = ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "IQ4_NL", "IQ2_XS", "IQ2_S", "IQ3_XXS")
-"""Types that the ones beside them are like, as experts."""
 PAIRS = [
-    *(
-        pytest.param(kind, kind, marks=[pytest.mark.slow] if kind in SLOW else [])
-        for kind in INTEGER
-    ),
+    *((kind, kind) for kind in INTEGER),
     ("Q4_K", "Q6_K"),
     ("Q8_0", "Q5_0"),
     ("Q3_K", "Q4_K"),
@@ -186,7 +182,12 @@ PAIRS = [
 """Types of gate and up, and of down."""
 
 
-@pytest.mark.parametrize(("outer", "last"), PAIRS)
+QUICK = [("Q4_0", "Q4_0"), ("Q6_K", "Q6_K"), ("NVFP4", "NVFP4"), ("IQ2_XXS", "IQ2_XXS")]
+QUICK += [("Q4_K", "Q6_K"), ("Q8_0", "Q5_0"), ("Q6_K", "IQ4_XS")]
+"""Formats alone and beside each other; products of a matrix, above, have all of them."""
+
+
+@pytest.mark.parametrize(("outer", "last"), rest_slow(QUICK, PAIRS))
 def test_experts_are_those_of_the_weights(outer, last, pool):
     """In one part, and in parts that are whole superblocks, packed or copied from one."""
     hidden, inner, top_k = 256, 768, 2

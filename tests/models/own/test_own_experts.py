@@ -36,6 +36,7 @@ def test_experts_are_ours_and_proved():
     assert all("our experts" in check.name for check in proof.checks)
 
 
+@pytest.mark.slow
 def test_one_lucky_run_of_eager_code_does_not_decide(monkeypatch):
     """The bound holds for other orders of sums, even if the errors of the first run cancel."""
     run, asked = prove._run_whole, []

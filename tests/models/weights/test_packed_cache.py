@@ -212,11 +212,14 @@ def test_a_changed_checkpoint_is_packed_again(
     "damage",
     [
         lambda text: text[: len(text) // 2],
-        lambda text: "",
+        pytest.param(lambda text: "", marks=pytest.mark.slow),
         lambda text: text.replace(packed_cache.LAYOUT, "tandem-experts-0"),
-        lambda text: text.replace('"int8g32"', '"int4g32"'),
+        pytest.param(lambda text: text.replace('"int8g32"', '"int4g32"'), marks=pytest.mark.slow),
         lambda text: json.dumps({**json.loads(text), "files": 7}),
-        lambda text: json.dumps(json.loads(text) | {"comment": "from a later version"}),
+        pytest.param(
+            lambda text: json.dumps(json.loads(text) | {"comment": "from a later version"}),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["cut", "empty", "layout", "format", "types", "unknown field"],
 )
