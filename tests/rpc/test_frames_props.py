@@ -107,7 +107,7 @@ def test_what_is_encoded_is_read_back(frame):
     assert encode_frame(back) == data
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(HOSTILE)
 @example(GIANT_ARRAY)
 @example(GIANT_MAP)

@@ -18,6 +18,7 @@ def tool():
     del sys.modules["hardware_check"]
 
 
+@pytest.mark.slow
 def test_every_row_runs_over_its_stand_in(tool):
     outcomes = [tool.check_row(row, stand_in=True) for row in tool.ROWS]
     assert [o for o in outcomes if o.state != "run"] == []

@@ -13,6 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from each import each
+from quick import rest_slow
 from tandem._native import ThreadPool, kernel_isas
 from tandem.core.errors import ShapeError
 from tandem.core.model.layers import SILU, Activation
@@ -199,8 +200,10 @@ def test_many_outputs(name, pool):
     assert none_outside(counts), counts
 
 
-@each("parts", [1, 2])
-@each("name", ["f32", "bf16", "int8g128"])
+ADAPTED = [(name, parts) for name in ("f32", "bf16", "int8g128") for parts in (1, 2)]
+
+
+@pytest.mark.parametrize(("name", "parts"), rest_slow([("f32", 1), ("int8g128", 2)], ADAPTED))
 def test_what_an_adapter_adds(name, parts, pool):
     """Values added to gate and up, and to the gradient of the intermediate; a mutant of each."""
     case = Case(name, pool, parts=parts)
@@ -280,7 +283,7 @@ MUTANTS = {
 
 
 @each("mutant", MUTANTS)
-@each("name", ["f32", "bf16", "int4g32"])
+@pytest.mark.parametrize("name", rest_slow(["f32", "int4g32"], ["f32", "bf16", "int4g32"]))
 def test_mutants_are_caught(mutant, name, pool):
     """The bounds are narrow enough to see a small mistake."""
     case = Case(name, pool)

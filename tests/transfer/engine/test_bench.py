@@ -26,6 +26,7 @@ def test_cases_check_and_measure():
     assert fnmatch.fnmatch(records[0].case, "transport=tcp op=write *")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_cases_without_polling_run_where_they_say_and_nowhere_afterwards(
     monkeypatch: pytest.MonkeyPatch,
