@@ -3,6 +3,7 @@
 Method: a real server over the fake engine, whose clock the test's own times are not compared with.
 """
 
+import re
 from itertools import pairwise
 
 import msgspec
@@ -43,7 +44,8 @@ def test_a_recording_has_lengths_and_shared_prefixes_of_requests_since_its_start
     complete(live, [*PROMPT[:33], 9], 2)
     complete(live, PROMPT, 1, cache_salt="mine")
     reply = ask(live, "read", name)
-    assert str(PROMPT[5]) not in reply.text
+    # A token of its own, not digits of a time.
+    assert not re.search(rf"(?<![\d.]){PROMPT[5]}(?!\d)", reply.text)
     complete(live, PROMPT, 4, n=2)
     rows = reply.json()["rows"] + ask(live, "stop", name).json()["rows"]
     assert [(row["input_length"], row["output_length"], row["hash_ids"]) for row in rows] == [
