@@ -5,7 +5,9 @@ layout; transformers' own model with the decoded weights, in float64, is the ora
 and codes are refused by name.
 """
 
+import copy
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -38,10 +40,10 @@ def code_mxfp4(weights_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes[..., 0::2] | (codes[..., 1::2] << 4), (exponents + 127).to(torch.uint8)
 
 
-@pytest.fixture
-def published(tmp_path, make_config, save_model):
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, make_config, save_model):
     """A folder in the published layout, and transformers' model with the same weights."""
-    folder = tmp_path / "published"
+    folder = tmp_path_factory.mktemp("published") / "published"
     reference = save_model(make_config("gpt_oss", **SIZES), folder)
     tensors = load_file(folder / "model.safetensors")
     state = reference.state_dict()
@@ -56,6 +58,13 @@ def published(tmp_path, make_config, save_model):
     config |= {"quantization_config": QUANTIZATION, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder, reference
+
+
+@pytest.fixture
+def published(made, tmp_path):
+    """Copies of both, which a test may change."""
+    folder, reference = made
+    return shutil.copytree(folder, tmp_path / "published"), copy.deepcopy(reference)
 
 
 def measure_excess(logits, reference, dtype):

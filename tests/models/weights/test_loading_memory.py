@@ -1,6 +1,6 @@
 """Goal: loading takes at most 1.1 times the packed model plus one layer of anonymous memory.
 
-Method: a model of about 300 MB is written and loaded in a process of its own, which reads
+Method: a model of about 150 MB is written and loaded in a process of its own, which reads
 ``RssAnon`` and, as a machine may have huge pages set aside, ``HugetlbPages`` after every tensor.
 Pages of the mapped file belong to the page cache and do not count.
 """
@@ -45,13 +45,11 @@ def test_anonymous_memory(dtype, tmp_path, make_config, checkpoint):
     changes = {
         "vocab_size": 4096,
         "hidden_size": 512,
-        "num_hidden_layers": 6,
+        "num_hidden_layers": 3,
         "num_experts": 32,
         "moe_intermediate_size": 512,
         "dtype": "bfloat16",
     }
-    if dtype == "float32":
-        changes["num_hidden_layers"] = 3
     config = make_config("qwen3_moe", **changes)
     config.architectures = ["Qwen3MoeForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -73,7 +71,7 @@ def test_anonymous_memory(dtype, tmp_path, make_config, checkpoint):
     )
     used, packed = json.loads("[" + result.stdout.strip().replace(" ", ",") + "]")
     scale = 2 if dtype == "float32" else 1
-    assert packed > 290_000_000
+    assert packed > scale * 140_000_000
     assert used <= 1.1 * packed + scale * layer_bytes
     # The measurement sees the model at all.
     assert used >= 0.9 * packed
