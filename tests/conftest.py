@@ -55,6 +55,15 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         gc.freeze()
 
 
+def pytest_runtest_setup() -> None:
+    """Let torch compute on one thread, whatever the test before has left.
+
+    Several processes run tests at once, of tensors so small that threads only cost time.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
 ONE_SERVER = {
     "tests/e2e/answers/test_log_likelihood.py",
     "tests/e2e/answers/test_structured.py",
