@@ -20,7 +20,7 @@ PROMPT = "def merge(left, right):\n    # Merge two sorted lists of numbers into 
 BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 GREEDY = {**BODY, "temperature": 0.0, "logprobs": 3}
 SEEDED = {**BODY, "temperature": 1.0, "seed": 11, "logprobs": 3}
-LONG = {**BODY, "max_tokens": 400, "temperature": 1.0, "seed": 5}
+LONG = {**BODY, "max_tokens": 200, "temperature": 1.0, "seed": 5}
 RECOVERY_S = 90.0
 
 

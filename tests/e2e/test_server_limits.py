@@ -123,7 +123,7 @@ def check_that_streams_outlive_a_killed_instance(server):
 
     So does one that asks while no instance runs.
     """
-    seeded = {**LONG, "max_tokens": 400, "seed": 3}
+    seeded = {**LONG, "max_tokens": 200, "seed": 3}
     pid = server.instance_pid()
     seen = threading.Semaphore(0)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -190,7 +190,7 @@ def test_ctrl_c_drains_and_a_second_one_ends_what_runs(guarded):
     server = guarded
     instance = server.instance_pid()
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        short = pool.submit(stream_to_end, server, {**LONG, "max_tokens": 400})
+        short = pool.submit(stream_to_end, server, {**LONG, "max_tokens": 200})
         long = pool.submit(stream_to_end, server, {**LONG, "max_tokens": 2000})
         server.wait_until(lambda: server.stats()["num_running"] == 2)
         server.process.send_signal(signal.SIGINT)
