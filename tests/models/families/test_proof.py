@@ -59,7 +59,6 @@ LONG = {
     "qwen2-yarn",
     "qwen3_moe-mixed",
     "glm4_moe-groups",
-    "kimi_k2",
     "exaone4",
     "cohere",
     "granite",
