@@ -46,6 +46,21 @@ TANDEM_INLINE inline void prefetch_step(const uint8_t* codes) {
 
 #include "kernels/packed/unpack-inl.h"
 
+// True if products of one row take over the signs of codebook entries.
+template <class Format, int kRows>
+constexpr bool takes_signs() {
+#if defined(TANDEM_EIGHTS_HEADER)
+  return kRows == 1 && Format::kIsBook;
+#else
+  return false;
+#endif
+}
+#if defined(TANDEM_EIGHTS_HEADER)
+#include TANDEM_EIGHTS_HEADER
+
+#include "kernels/packed/book_entries-inl.h"
+#endif
+
 // Adds the products of a step; `codes(v)` returns the codes of a vector. Beside one row a vector's
 // codes are used as soon as they are unpacked, since those of all vectors would fill the registers.
 template <int kRows, int kVectors, class Codes>
@@ -132,6 +147,10 @@ template <class Format, int kRows, int kVectors>
 TANDEM_INLINE inline void add_codes(I32 (&acc)[kRows][kVectors], const uint8_t* const (&a)[kRows],
                                     size_t k, size_t group_size, const uint8_t* codes,
                                     size_t column) {
+#if defined(TANDEM_EIGHTS_HEADER)
+  if constexpr (takes_signs<Format, kRows>())
+    return add_entries<Format>(acc[0], a[0] + k, codes, column);
+#endif
   if constexpr (Format::kNarrowSteps != 0)
     return add_narrow_codes<Format>(acc, a, k, group_size, codes, column);
   for (size_t done = 0; done < group_size; done += Format::kChunk, codes += Format::kChunkBytes) {
@@ -235,8 +254,9 @@ void tile_int(const Tile& tile, size_t first_row) {
       unroll<kRows>([&](auto r) TANDEM_INLINE {
         // Starting from the operand's correction, not from zero, undoes the offset of the unsigned
         // codes at no cost.
+        constexpr bool kIsCorrected = !Format::kHasMinimum && !takes_signs<Format, kRows>();
         const I32 start =
-            set_i32(Format::kHasMinimum ? 0 : operand.corrections[group_id[r.value] + group]);
+            set_i32(kIsCorrected ? operand.corrections[group_id[r.value] + group] : 0);
         unroll<kVectors>([&](auto v) TANDEM_INLINE { acc[r.value][v.value] = start; });
       });
       add_codes<Format, kRows, kVectors>(acc, a, k, group_size, codes, column);

@@ -47,6 +47,13 @@ void unpack_span(const WeightFormat& format, const uint8_t* panel, size_t first_
     const uint8_t* chunk = codes + k % span / Format::kChunk * Format::kChunkBytes;
     for (size_t i = 0; i < Format::kChunkBytes; i += 64)
       __builtin_prefetch(chunk + kPrefetchBytes + i);
+#if defined(TANDEM_EIGHTS_HEADER)
+    if constexpr (Format::kIsBook) {
+      unpack_chunk<Format>(chunk, to);
+      to += Format::kChunk * kPanelColumns;
+      continue;
+    }
+#endif
     unroll<Format::kChunk / 4>([&](auto i) TANDEM_INLINE {
       for (size_t c = 0; c < kPanelColumns; c += kLanes)
         store_i32(to + c * 4, unpack_codes<Format, i.value>(chunk, c));

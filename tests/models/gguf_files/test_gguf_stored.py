@@ -158,6 +158,26 @@ def test_instruction_sets_and_threads_agree_bitwise(kind, pool):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+@pytest.mark.parametrize("kind", [kind for kind in INTEGER if kind[:3] in ("IQ2", "IQ3")])
+def test_products_with_codebooks_do_not_overflow(kind, pool):
+    """Blocks have equal bytes, each of 256, and a row has the signs of each output's weights.
+
+    Products of the largest entries with 127 are then added, where sums of 16 bits could overflow.
+    """
+    outs, inputs = 128, 512
+    raw = np.repeat(np.arange(256, dtype=np.uint8)[:, None], BLOCK_SIZES[kind][1], axis=1)
+    for at in HALVES[kind]:
+        raw[:, at : at + 2] = np.array([1], np.float16).view(np.uint8)
+    weights = decode(kind, raw).reshape(outs, inputs)
+    x = torch.from_numpy(np.sign(weights))
+    want = torch.from_numpy(np.abs(weights).sum(1))
+    for isa in ISAS:
+        linear = PackedLinear.from_codes(lay_out(kind, raw, inputs), pool=pool, isa=isa)
+        got = torch.stack([linear.forward(x[i : i + 1])[0, i] for i in range(outs)])
+        assert torch.allclose(got, want, rtol=1e-5), isa
+        assert torch.equal(linear.forward(x).diagonal(), got), isa
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", INTEGER)
 def test_gradients_are_those_of_the_weights(kind, isa, pool):
