@@ -9,10 +9,12 @@ a list of all prompts that were ever sent.
 import math
 import random
 
+import numpy as np
 import pytest
 
 from tandem.conductor.admission import SHARE_MEMORY_S, Admission, Forecast
 from tandem.conductor.conductor import Conductor
+from tandem.conductor.crowds import RESERVE
 from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
@@ -27,7 +29,10 @@ BUSY = Load(num_decoding=1)
 
 
 def make(*names, mode="early", load=BUSY):
+    """Make a conductor that has seen a hundred answers, all as long as they might be."""
     conductor = Conductor(make_policy("mooncake"), Admission(mode))
+    for _ in range(100):
+        conductor.admission._lengths.note_end("", 10_000, is_natural=False)
     for name in names:
         conductor.join(name, {"p": "prefill", "d": "decode", "u": "unified"}[name[0]])
         conductor.serve(InstanceRef(name, 0), FACTS)
@@ -229,7 +234,8 @@ def test_no_load_or_step_makes_an_instance_the_best_or_the_conductor_fail():
 class Model:
     """The memory of admission as a list of all prompts that were ever sent."""
 
-    def __init__(self):
+    def __init__(self, lengths):
+        self.lengths = lengths
         self.sent, self.live, self.number = [], {}, 0
 
     def send(self, request_id, now_s, decode, prefill, ttft_s, question, delays, first_s=None):
@@ -238,7 +244,7 @@ class Model:
         self.live[request_id] = {
             "number": self.number, "prefill": prefill, "decode": decode, "ttft_s": ttft_s,
             "question": question, "accepted_s": now_s, "first_s": first_s, "full_s": delays.full_s,
-            "prompt_s": delays.prompt_s,
+            "prompt_s": delays.prompt_s, "place": float(self.lengths.find_place(question.client)),
         }  # fmt: skip
 
     def unsend(self, request_id, now_s):
@@ -274,28 +280,48 @@ class Model:
                 loads.append(time_s * factor / limit_s)
         return max(loads)
 
-    def find_tpot(self, instance, delays, factor, share, now_s):
+    def find_tpot(self, instance, delays, factor, lengths, now_s):
         loads = [0.0]
         for live in self.live.values():
             limit_s, max_tokens = live["question"].slo.tpot_s, live["question"].max_tokens
             if live["decode"] != instance or limit_s is None or max_tokens < 2:
                 continue
-            num_gaps = max(max_tokens * share - 1, 1.0)
             later_s = self.later(live) if live["prefill"] == instance else 0.0
+            passed_s = done_s = past = 0.0
+            pending_s = later_s
             if live["first_s"] is not None:
-                later_s = max(later_s, delays.queue_s)
-                if now_s - live["first_s"] > num_gaps * limit_s:
-                    continue
-            time_s = delays.step_s + later_s / num_gaps
-            if time_s <= limit_s or delays.step_s * factor > limit_s:
-                loads.append((time_s + delays.prompt_s / num_gaps) * factor / limit_s)
+                passed_s = now_s - live["first_s"]
+                done_s = min(max(later_s - delays.queue_s, 0.0), passed_s)
+                pending_s = max(later_s - done_s, delays.queue_s)
+                past = min((passed_s - done_s) / (delays.step_s * factor), max_tokens - 2)
+            found = lengths.find_limits(np.array([live["place"]]), np.array([past + 1.0]))[:, 0]
+            few, many = (
+                min(max(length - past - 1, 1.0), max_tokens - 1 - past) for length in found.tolist()
+            )
+            queued_s = pending_s + delays.prompt_s
+            full_s = max(delays.full_s * factor, 1e-9)
+            worst = min(max(factor * queued_s / full_s, few), many)
+            best_s = passed_s + many * factor * delays.step_s
+            best_s += min(pending_s * factor, many * full_s)
+            is_late = passed_s > (max_tokens - 1) * limit_s
+            is_hopeless = best_s > (past + many) * limit_s and delays.step_s * factor <= limit_s
+            for coming in (worst, many):
+                time_s = passed_s + coming * factor * delays.step_s
+                time_s += min(factor * queued_s, coming * full_s)
+                load = time_s / (past + coming) / (RESERVE * limit_s)
+                if factor * queued_s < factor * delays.step_s:
+                    load = delays.step_s + (later_s + delays.prompt_s) / (max_tokens - 1)
+                    load *= factor / limit_s
+                # The best end matters only if the worst one breaks the promise.
+                loads.append(0.0 if load > 1.0 and (is_hopeless or is_late) else load)
         return max(loads)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_events_give_the_effects_that_a_list_of_all_prompts_gives(seed):
-    admission, model, chance = Admission("predicted"), Model(), random.Random(seed)
-    crowds, now_s = admission._crowds, 0.0
+    admission, chance, now_s = Admission("predicted"), random.Random(seed), 0.0
+    crowds, lengths = admission._crowds, admission._lengths
+    model = Model(lengths)
     for number in range(150):
         now_s += chance.choice((0.0, 0.05, 0.5, 300.0 if chance.random() < 0.02 else 0.1))
         decode = chance.choice(("u0", "u1"))
@@ -304,7 +330,9 @@ def test_random_events_give_the_effects_that_a_list_of_all_prompts_gives(seed):
         ttft_s = delays.prompt_s + chance.choice((0.0, 0.1, 5.0, 500.0))
         forecast = Forecast(ttft_s, 0.05, decode, prefill, delays)
         slo = Slo(ttft_s=chance.choice((None, 1.0, 9.0)), tpot_s=chance.choice((None, 0.1, 0.2)))
-        question = Question(f"r{number}", 100, chance.choice((1, 2, 30)), slo=slo)
+        question = Question(
+            f"r{number}", 100, chance.choice((1, 2, 30)), slo=slo, client=chance.choice("ab")
+        )
         event = chance.random()
         if event < 0.45:
             admission.note_accepted(question, forecast, now_s)
@@ -328,9 +356,8 @@ def test_random_events_give_the_effects_that_a_list_of_all_prompts_gives(seed):
         asked = Delays(0.02, *(chance.choice((0.0, 0.3, 1.0)) for _ in range(3)))
         got = crowds.find_ttft(instance, asked.prompt_s, 1.1, now_s)
         assert got.load == pytest.approx(model.find_ttft(instance, asked.prompt_s, 1.1, now_s))
-        share = admission._expected_share
-        got = crowds.find_tpot(instance, asked, 1.1, share, now_s)
-        assert got.load == pytest.approx(model.find_tpot(instance, asked, 1.1, share, now_s))
+        got = crowds.find_tpot(instance, asked, 1.1, lengths, now_s)
+        assert got.load == pytest.approx(model.find_tpot(instance, asked, 1.1, lengths, now_s))
         assert admission._live.keys() == model.live.keys()
     for name in list(model.live):
         admission.note_end(name, 5, now_s)

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tandem.conductor.answer_lengths import AnswerLengths
 from tandem.conductor.crowds import Crowds
 from tandem.conductor.fleet import DECODE, PREFILL, Fleet, FloatColumn
 from tandem.conductor.margin import Margin
@@ -46,12 +47,6 @@ the predicted one, as it can be when prompts are computed between the tokens."""
 SAFE_TTFT = 0.5
 """Share of its objective up to which a predicted and a real time to first token say nothing about
 the margin: the error of a short time is small, however many times the predicted time it is."""
-FIRST_SHARE = 1.0
-"""Share of ``max_tokens`` that an answer is expected to have, before any has ended."""
-LONGER_WEIGHT = 0.1
-"""Weight of an answer that was longer than expected when the expected share of ``max_tokens`` is
-updated, beside 1 of a shorter one: an answer that is shorter than expected has less room for later
-prompts between its tokens than was reckoned with, and breaks its promise."""
 FIRST_DECODE_S = 10.0
 DECODE_MEMORY = 0.95
 """Weight of the old mean when an ended request updates the mean decoding time."""
@@ -204,8 +199,7 @@ class Admission:
         self._newest = 0
         self._mean_decode_s = FIRST_DECODE_S
         self._mean_tokens = 1.0
-        self._expected_share = FIRST_SHARE
-        """Length of answers as a share of ``max_tokens``, below that of most."""
+        self._lengths = AnswerLengths()
 
     def foresee(self, fleet: Fleet, forecast: Forecast, now_s: float) -> Forecast:
         """Return a forecast (predicted times of a request) with the time between tokens that the
@@ -253,9 +247,7 @@ class Admission:
             ttft_load, ttft_s, ttft_limit_s = first
         if forecast.prefill != forecast.decode:
             delays = Delays(step_s=delays.step_s)  # No prompt is computed where it is decoded.
-        between = self._crowds.find_tpot(
-            forecast.decode, delays, tpot_factor, self._expected_share, now_s
-        )
+        between = self._crowds.find_tpot(forecast.decode, delays, tpot_factor, self._lengths, now_s)
         if between.load > tpot_load:
             tpot_load, tpot_s, tpot_limit_s = between
         ttft_bound = tpot_bound = 1.0
@@ -344,6 +336,7 @@ class Admission:
                 question.slo.tpot_s,
                 question.max_tokens,
                 accepted.first_s,
+                self._lengths.find_place(question.client),
             )
 
     def _unsend(self, request_id: str, accepted: _Accepted, now_s: float) -> None:
@@ -441,10 +434,12 @@ class Admission:
         if num_tokens > 1 and objective_s is not None and not accepted.is_moved:
             # A short answer counts less: one long gap, as at a hand-over to another instance, is a
             # large part of its mean, and no margin on the duration of steps covers that.
-            num_gaps = max(question.max_tokens * self._expected_share - 1.0, 1.0)
+            num_gaps = num_tokens - 1
+            if is_whole:
+                self._lengths.note_promise(is_kept=decode_s <= objective_s * num_gaps)
             self.tpot.note(
                 accepted.tpot_s + later_s / num_gaps if accepted.tpot_s else 0.0,
-                decode_s / (num_tokens - 1),
+                decode_s / num_gaps,
                 now_s,
                 safe_s=SAFE_TPOT * objective_s,
                 weight=min(num_tokens / self._mean_tokens, 1.0),
@@ -452,9 +447,8 @@ class Admission:
         if is_whole:
             change = num_tokens - self._mean_tokens
             self._mean_tokens = max(self._mean_tokens + change * (1 - DECODE_MEMORY), 1.0)
-            change = num_tokens / max(question.max_tokens, 1) - self._expected_share
-            weight = LONGER_WEIGHT if change > 0 else 1.0
-            self._expected_share += change * weight * (1 - DECODE_MEMORY)
+        is_natural = is_whole and num_tokens < question.max_tokens
+        self._lengths.note_end(question.client, num_tokens, is_natural=is_natural)
 
     def _release(self, request_id: str, now_s: float) -> None:
         """Forget an accepted request, and the charges for what is not computed of its prompt."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tandem.conductor.answer_lengths import MAX_LENGTH, AnswerLengths
 from tandem.conductor.fleet import FloatColumn
 from tandem.conductor.prediction import Delays
 
@@ -25,9 +26,14 @@ both in seconds."""
 TTFT, FULL, ACCEPTED = 2, 3, 4
 """Columns of the requests that wait for their first token: predicted time to it, the longest time
 by which later prompts delay it, and the time of acceptance; seconds."""
-MAX_TOKENS, FIRST = 2, 3
+GAPS, FIRST, CLIENT = 2, 3, 4
 """Columns of the requests with an objective for the time between tokens: the largest number of
-tokens, and the time of the first token; infinite while there is none."""
+gaps between tokens; the time of the first token, infinite while there is none; and the place of the
+client's distribution of lengths."""
+RESERVE = 0.985
+"""Share of an objective for the time between tokens that is given away; the times of steps to come
+are known no better."""
+TINY_S = 1e-9
 
 
 class Effect(NamedTuple):
@@ -103,7 +109,7 @@ class _Crowd:
         """Sum of the times to compute the prompts that the instance was sent, in seconds."""
         self.waiting = _Table(5)
         """Requests whose first token is to come from this instance."""
-        self.promised = _Table(4)
+        self.promised = _Table(5)
         """Requests with an objective for the time between tokens that this instance decodes, or
         will. ``WORK`` is infinite if it does not compute their prompts.
         """
@@ -178,6 +184,7 @@ class Crowds:
         limit_s: float,
         max_tokens: int,
         first_s: float | None,
+        client_place: int,
     ) -> None:
         """Add a request with an objective for the time between tokens.
 
@@ -189,10 +196,12 @@ class Crowds:
             limit_s: the objective, seconds.
             max_tokens: largest number of tokens that it may generate.
             first_s: time of its first token; None: it has not come.
+            client_place: place of its client's distribution of lengths.
         """
         crowd = self._crowds.setdefault(instance, _Crowd())
         first_s = math.inf if first_s is None else first_s
-        crowd.promised.put(request_id, (work_s, limit_s, max_tokens, first_s))
+        num_gaps = min(max_tokens, MAX_LENGTH) - 1
+        crowd.promised.put(request_id, (work_s, limit_s, num_gaps, first_s, client_place))
 
     def begin(self, request_id: str, prefill: str, decode: str, now_s: float) -> None:
         """Record that the first token of a request has come."""
@@ -272,7 +281,12 @@ class Crowds:
         return Effect(float(load[row]), float(time_s[row]), float(limit_s[row]))
 
     def find_tpot(
-        self, instance: str, delays: Delays, factor: float, share: float, now_s: float
+        self,
+        instance: str,
+        delays: Delays,
+        factor: float,
+        lengths: AnswerLengths,
+        now_s: float,
     ) -> Effect:
         """Return the effect of a new request on the times between tokens of those that decode, or
         will.
@@ -281,27 +295,51 @@ class Crowds:
             instance: name of the instance that is to decode it.
             delays: predicted times on that instance.
             factor: margin on predicted times.
-            share: expected length of answers, as a share of ``max_tokens``.
+            lengths: distributions of the lengths of answers.
             now_s: monotonic seconds.
         """
         crowd = self._crowds.get(instance)
         if crowd is None or not len(crowd.promised):
             return NO_EFFECT
-        work_s, limit_s, max_tokens, first_s = crowd.promised.columns
-        num_gaps = np.maximum(max_tokens * share - 1.0, 1.0)
+        work_s, limit_s, most, first_s, client = crowd.promised.columns
+        queue_s, step_s = delays.queue_s, max(delays.step_s * factor, TINY_S)
+        full_s = max(delays.full_s * factor, TINY_S)
         later_s = np.maximum(crowd.work_s - work_s, 0.0)
-        has_begun = first_s < math.inf
-        # Prompts of other servers are known by the queue alone.
-        later_s[has_begun] = np.maximum(later_s[has_begun], delays.queue_s)
-        time_s = delays.step_s + later_s / num_gaps
-        is_open = time_s <= limit_s
-        # Where earlier prompts have broken a promise, this one cannot.
-        is_open |= delays.step_s * factor > limit_s
-        # Its length was not foreseen, or the promise is broken.
-        is_open &= now_s - first_s <= num_gaps * limit_s
-        time_s += delays.prompt_s / num_gaps
-        load = np.where(is_open, time_s * (factor / limit_s), 0.0)
+        passed_s = np.maximum(now_s - first_s, 0.0)
+        # Of the prompts that came after it, those that are not queued any more have been computed;
+        # prompts of other servers are known by the queue alone.
+        done_s = np.minimum(np.maximum(later_s - queue_s, 0.0), passed_s)
+        pending_s = later_s - done_s
+        if queue_s:
+            np.maximum(pending_s, (first_s <= now_s) * queue_s, out=pending_s)
+        # Gaps between tokens that are past, and those to come if it ends early and late.
+        past = np.minimum((passed_s - done_s) / step_s, most - 1.0)
+        num_tokens = past + 1.0
+        coming = lengths.find_limits(client, num_tokens)
+        coming -= num_tokens
+        np.maximum(coming, 1.0, out=coming)
+        np.minimum(coming, most - past, out=coming)
+        few, many = coming
+        # Steps with prompts cost the most time a token, and after them an answer makes up for it.
+        # So the worst end is when the last of them is computed, if it ends between few and many.
+        queued_s = (pending_s + delays.prompt_s) * factor
+        coming[0] = np.minimum(np.maximum(queued_s / full_s, few), many)
+        time_s = passed_s + coming * step_s
+        time_s += np.minimum(queued_s, coming * full_s)
+        time_s /= past + coming
+        load = np.maximum(time_s[0], time_s[1]) / (RESERVE * limit_s)
+        # Prompts of less than a step say nothing; then the duration of steps alone decides.
+        small_s = step_s + (later_s + delays.prompt_s) * (factor / most)
+        np.copyto(load, small_s / limit_s, where=queued_s < step_s)
         row = int(load.argmax())
-        if not load[row]:
-            return NO_EFFECT
-        return Effect(float(load[row]), float(time_s[row]), float(limit_s[row]))
+        if load[row] > 1.0:
+            # A promise that even a long answer will not keep cannot be broken by this prompt.
+            best_s = passed_s + many * step_s + np.minimum(pending_s * factor, many * full_s)
+            is_open = best_s <= (past + many) * limit_s
+            is_open |= step_s > limit_s
+            is_open &= passed_s <= most * limit_s
+            load = np.where(is_open, load, 0.0)
+            row = int(load.argmax())
+            if not load[row]:
+                return NO_EFFECT
+        return Effect(float(load[row]), float(time_s[:, row].max()), float(limit_s[row]))
