@@ -1,4 +1,4 @@
-"""How long answers become: a distribution for each client, learnt from those that have ended. Pure.
+"""The distribution of lengths of answers for each client, learnt from those that have ended. Pure.
 
 An answer that was cut off, or reached ``max_tokens``, says only that it would have been at least
 that long. So what is learnt is the hazard: of the answers that got as far as some number of tokens,

@@ -145,7 +145,7 @@ _NO_TIMES: FloatColumn = np.zeros(0)
 
 @dataclass(slots=True)
 class _Seen:
-    """What was looked up for a request, so that further tries need not do it again."""
+    """Results of a request's lookups, which further tries use again."""
 
     is_done: bool = False
     hits: IntColumn = field(default_factory=lambda: _NO_ROWS)

@@ -232,3 +232,53 @@ def test_a_model_that_cannot_wake_gives_its_memory_back():
         await world.hub.close()
 
     asyncio.run(work())
+
+
+class CountingHub(ModelHub):
+    """A hub that fails a request which asks again and again without letting others go on."""
+
+    num_asked = 0
+
+    async def wake(self, name):
+        self.num_asked += 1
+        assert self.num_asked < 100, "it asks for ever"
+        await super().wake(name)
+
+
+def test_a_model_that_sleeps_at_once_after_waking_is_woken_again():
+    """Between the end of a wake and its callbacks another wake may put the model to sleep; who asks
+    for it then must not wait for the wake that has ended.
+    """
+
+    async def work():
+        world, woken = World(), asyncio.Event()
+        small = world.engines["small"]
+        small.known = msgspec.structs.replace(small.known, memory_bytes=15 * MIB)
+
+        async def wake():
+            small.num_wakes += 1
+            await woken.wait()
+            small.info = small.known
+            return small.info
+
+        small.wake = wake
+        hub = CountingHub(world.hub.models, world.hub.residency)
+
+        async def use_later():
+            await asyncio.sleep(0)
+            async with hub.use("small"):
+                pass
+
+        first = asyncio.create_task(hub.wake("small"))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert hub.models["small"].state == "waking"
+        asyncio.get_running_loop().call_soon(woken.set)
+        second = asyncio.create_task(hub.wake("large"))
+        third = asyncio.create_task(use_later())
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(first, second, third)
+        assert small.num_wakes == 2, "it was put to sleep for the other, and woken for the third"
+        await hub.close()
+
+    asyncio.run(work())

@@ -151,7 +151,9 @@ class ModelHub:
         """
         self.find(name)
         task = self._wakes.get(name)
-        if task is None:
+        # A wake that has ended stays here until its callback runs, and by then another wake may
+        # have put the model to sleep again: waiting for it would return at once, for ever.
+        if task is None or task.done():
             # Waking runs as its own task: if the request that asked first is cancelled, the others
             # still wait for the model.
             task = self._wakes[name] = asyncio.create_task(self._wake(name))
@@ -159,7 +161,8 @@ class ModelHub:
         await asyncio.shield(task)
 
     def _forget_wake(self, name: str, task: "asyncio.Task[None]") -> None:
-        del self._wakes[name]
+        if self._wakes.get(name) is task:
+            del self._wakes[name]
         if not task.cancelled():
             # Retrieve the exception, so that asyncio does not log it as never retrieved when no
             # request waited.
