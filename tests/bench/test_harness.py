@@ -1,10 +1,15 @@
 """The harness: ratios point the right way, rounds interleave, a failed check gives no time."""
 
 import itertools
+import os
+import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from tandem.bench.harness import BenchCase, format_record, run_cases
+from tandem.cli.commands.bench import exit_when_terminated
 from tandem.core.errors import InternalError, NotFoundError
 
 
@@ -90,3 +95,18 @@ def test_limits_are_reported_by_name():
     assert record.ceiling_fraction == pytest.approx(0.5)
     assert record.limits == {"kept": (3.0, 1.5)}
     assert "150% of kept 3 us" in format_record(record)
+
+
+def test_a_bench_that_is_terminated_leaves_no_files(tmp_path):
+    """A time limit ends it by SIGTERM, and its models are gigabytes in the temporary folder."""
+    handler = signal.getsignal(signal.SIGTERM)
+    with (
+        pytest.raises(SystemExit, match="143"),
+        exit_when_terminated(),
+        tempfile.TemporaryDirectory(dir=tmp_path) as folder,
+    ):
+        (Path(folder) / "model").write_bytes(b"weights")
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.sigtimedwait([], 5.0)
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is handler

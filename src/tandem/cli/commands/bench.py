@@ -2,7 +2,10 @@
 
 import contextlib
 import importlib
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +17,7 @@ from tandem.bench.harness import describe_run, format_record, run_cases
 from tandem.cli.asking.bench_serve import serve
 from tandem.core.errors import NotFoundError, UnsupportedError
 
-__all__ = ["app", "bench"]
+__all__ = ["app", "bench", "exit_when_terminated"]
 
 BENCHES = {
     "attention": "tandem.bench.operators.attention",
@@ -73,6 +76,21 @@ app = typer.Typer(
 app.command("serve")(serve)
 
 
+@contextlib.contextmanager
+def exit_when_terminated() -> Iterator[None]:
+    """Turn SIGTERM into an exit with status 143 while the context is open, so that models of
+    gigabytes do not stay in the folder for temporary files. Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @app.command("run", hidden=True)
 def bench(
     name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.")],
@@ -106,6 +124,7 @@ def bench(
     module = importlib.import_module(BENCHES[name])
     failed = False
     with contextlib.ExitStack() as opened:
+        opened.enter_context(exit_when_terminated())
         file = None
         if json is not None and str(json) != "-":
             # The file is opened before the first case, so that a wrong path is found before minutes
