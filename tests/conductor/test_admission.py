@@ -171,9 +171,9 @@ def test_prompts_are_charged_to_the_answers_that_they_delay():
     conductor = make("early", num_decoding=1)
     assert ask_prompt(conductor, "r0", 100).route
     conductor.note_first_token("r0", 0.0)
-    # 399 gaps of 20 ms, less 2.2 ms for a step, are 7.1 s: 17 prompts of 0.4 s.
+    # 399 gaps of 19.4 ms (3 % is reserve), less 2.2 ms for a step, are 6.9 s for prompts of 0.4 s.
     accepted = [ask_prompt(conductor, f"s{i}", 4000, 4000).route is not None for i in range(20)]
-    assert accepted == [True] * 17 + [False] * 3
+    assert accepted == [True] * 16 + [False] * 4
     assert ask_prompt(conductor, "t", 1).route, "what takes no time is accepted"
     conductor.note_end("r0", 400, 7.9)
     assert ask_prompt(conductor, "u", 4000, 4000, 7.9).route

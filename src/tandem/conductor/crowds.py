@@ -30,7 +30,7 @@ GAPS, FIRST, CLIENT = 2, 3, 4
 """Columns of the requests with an objective for the time between tokens: the largest number of
 gaps between tokens; the time of the first token, infinite while there is none; and the place of the
 client's distribution of lengths."""
-RESERVE = 0.985
+RESERVE = 0.97
 """Share of an objective for the time between tokens that is given away; the times of steps to come
 are known no better."""
 TINY_S = 1e-9
