@@ -5,6 +5,7 @@ what it was asked. What the client says is compared with the script; no test jud
 """
 
 import asyncio
+import cProfile
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,20 @@ def test_connections_are_open_before_the_first_request(most):
         run(script, plain(8), most=most)
     assert len(script.listed) >= (most or 8)
     assert script.answered <= script.listed
+
+
+def test_a_request_costs_the_same_beside_few_and_many_others():
+    """The client shares its machine with the server that it measures."""
+
+    def count_calls(num_requests):
+        profile = cProfile.Profile()
+        with Script() as script:
+            profile.enable()
+            run(script, plain(num_requests))
+            profile.disable()
+        return sum(entry.callcount for entry in profile.getstats()) / num_requests
+
+    assert count_calls(160) < 1.5 * count_calls(20)
 
 
 def test_events_are_counted_where_there_is_no_usage():

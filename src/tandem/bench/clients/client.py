@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import httpx
@@ -68,28 +68,51 @@ class LoadClient:
         self._most = max_concurrency
         self._slots = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._on_done = on_done
-        headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-        base = target.base_url.rstrip("/").removesuffix("/v1")
+        self._tls = httpx.create_ssl_context(trust_env=False)
         try:
-            self._http = httpx.AsyncClient(
-                base_url=base,
-                headers=headers,
-                timeout=httpx.Timeout(target.timeout_s, connect=10.0),
-                limits=httpx.Limits(
-                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=None
-                ),
-                # Proxy settings of the environment are ignored: a measurement must reach the server
-                # directly.
-                trust_env=False,
-            )
+            self._first = self._make_client()
         except (httpx.InvalidURL, UnicodeError) as error:
             raise ConfigError("bench.serve", f"{target.base_url}: {error}") from error
+        self._clients = [self._first]
+        self._free = [self._first]
         self._model = target.model
         self._start = 0.0
 
+    def _make_client(self) -> httpx.AsyncClient:
+        """Return an HTTP client with one connection, for one request at a time.
+
+        With N connections in one client, each request that begins or ends takes time in N squared,
+        as its pool compares all connections with all others: seconds of this process at a few
+        hundred, which would count as the server's.
+        """
+        target = self.target
+        return httpx.AsyncClient(
+            base_url=target.base_url.rstrip("/").removesuffix("/v1"),
+            headers={"Authorization": f"Bearer {target.api_key}"} if target.api_key else {},
+            timeout=httpx.Timeout(target.timeout_s, connect=10.0),
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=None),
+            verify=self._tls,
+            # Proxy settings of the environment are ignored: a measurement must reach the server
+            # directly.
+            trust_env=False,
+        )
+
+    @contextlib.contextmanager
+    def _take_client(self) -> Iterator[httpx.AsyncClient]:
+        """Give a client that sends nothing else meanwhile: a free one, or a new one."""
+        if self._free:
+            client = self._free.pop()
+        else:
+            self._clients.append(client := self._make_client())
+        try:
+            yield client
+        finally:
+            self._free.append(client)
+
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        for client in self._clients:
+            await client.aclose()
 
     async def find_model(self) -> str:
         """Return the model that requests name: the target's, or else the first that the server
@@ -100,7 +123,7 @@ class LoadClient:
         if self._model:
             return self._model
         try:
-            answer = await self._http.get("/v1/models")
+            answer = await self._first.get("/v1/models")
             answer.raise_for_status()
             self._model = answer.json()["data"][0]["id"]
         except httpx.HTTPStatusError as error:
@@ -160,29 +183,17 @@ class LoadClient:
         if self._most is not None:
             count = min(count, self._most)
         count = min(count, _MAX_OPENED)
-        if count == 0:
-            return
-        all_open = asyncio.Barrier(count)
 
-        async def keep_one() -> None:
-            # A connection can be used again as soon as its answer is read, so each task holds its
-            # answer until all connections are open: otherwise one connection might serve two tasks.
-            try:
-                async with self._http.stream("GET", "/v1/models") as answer:
-                    await all_open.wait()
-                    await answer.aread()
-            except httpx.HTTPError:
-                # Ignore an HTTP error here: the run itself will report what is wrong with the
-                # server.
-                await all_open.abort()
-            except asyncio.BrokenBarrierError:
-                pass
+        async def open_one() -> None:
+            # Ignore an HTTP error here: the run itself will report what is wrong with the server.
+            with self._take_client() as client, contextlib.suppress(httpx.HTTPError):
+                await client.get("/v1/models")
 
         with contextlib.suppress(TimeoutError):
             # A server that accepts fewer connections at a time keeps some requests waiting: the
             # run's figures show that, so this timeout is not an error.
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                await asyncio.gather(*(keep_one() for _ in range(count)))
+                await asyncio.gather(*(open_one() for _ in range(count)))
 
     async def _talk(
         self,
@@ -224,7 +235,7 @@ class LoadClient:
         encoding long prompts takes time that must not be measured.
         """
         body = self._make_body(turn, history)
-        return self._http.build_request("POST", PATHS[self.target.endpoint], json=body)
+        return self._first.build_request("POST", PATHS[self.target.endpoint], json=body)
 
     def _make_body(self, turn: Turn, history: list[dict[str, str]]) -> dict[str, Any]:
         target = self.target
@@ -265,18 +276,19 @@ class LoadClient:
                 record.sent_s = self.now()
 
         request.extensions["trace"] = note_sending
-        try:
-            answer = await self._http.send(request, stream=True)
+        with self._take_client() as client:
             try:
-                if answer.status_code != 200:
-                    text = (await answer.aread()).decode(errors="replace")
-                    record.error = f"{answer.status_code}: {text[:MAX_ERROR_CHARS]}"
-                else:
-                    await self._read(answer, record)
-            finally:
-                await answer.aclose()
-        except httpx.HTTPError as error:
-            record.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+                answer = await client.send(request, stream=True)
+                try:
+                    if answer.status_code != 200:
+                        text = (await answer.aread()).decode(errors="replace")
+                        record.error = f"{answer.status_code}: {text[:MAX_ERROR_CHARS]}"
+                    else:
+                        await self._read(answer, record)
+                finally:
+                    await answer.aclose()
+            except httpx.HTTPError as error:
+                record.error = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
         record.done_s = self.now()
         if not record.error and self.target.endpoint == "chat" and isinstance(turn.prompt, str):
             history.append({"role": "user", "content": turn.prompt})
