@@ -5,9 +5,9 @@ its own is started before them, and ``tandem bench serve`` replays the slice aga
 has whole conversations, lengths divided by 16. Before anything counts, prefill must be most of the
 time to the first token of single requests. Then:
 
-- ``case=policy``: at 0.8 of the rate at which the cluster serves the slice when all of it is sent
-  at once, each policy in turn, from empty caches and an untaught conductor that has seen the same
-  warm-up: mean time to first token, hit rate and goodput.
+- ``case=policy``: at 0.8 of the rate at which the cluster serves the slice when more of it arrives
+  than can be served, each policy in turn, from empty caches and an untaught conductor that has seen
+  the same warm-up: mean time to first token, hit rate and goodput.
 - ``case=overload``: at twice that rate, with objectives and admission ``predicted``: the share of
   accepted requests that met them, and goodput beside the best without admission at lower rates.
 """
@@ -354,9 +354,15 @@ class _Live:
 
     @cached_property
     def saturating_rate(self) -> float:
-        """Requests per second that the cluster serves when the whole slice is sent at once."""
+        """Requests per second that the cluster serves when more arrive than it can serve.
+
+        Requests that are all sent at once find little of each other's prompts in the caches. So the
+        slice is sent again, from empty caches, at ``OVERLOAD`` times the rate found that way.
+        """
         with self.serve(OURS) as server:
-            return self.replay(server, None).report.request_throughput
+            at_once = self.replay(server, None).report.request_throughput
+            server.flush()
+            return self.replay(server, OVERLOAD * at_once).report.request_throughput
 
     def run(self, policy: str, share: float) -> _Outcome:
         """Return the result of a routing policy at a share of ``saturating_rate``; each pair of
