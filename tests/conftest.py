@@ -5,8 +5,14 @@ import gc
 import importlib.util
 import os
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+# Before numpy, whose threads spin for milliseconds after each product: an oracle's small ones took
+# ten times the CPU.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import pytest
 from hypothesis import settings
@@ -25,18 +31,39 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # As in an instance: spinning OpenMP threads starve each other on shared cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+
+class LatePackage(types.ModuleType):
+    """A package that is imported when a test takes something of it.
+
+    ``importlib.util.LazyLoader`` would import it at ``isinstance``, which pytest asks of every name
+    of a module.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules[self.__name__] is self:
+            # pytest asks modules for `__test__`, and others for `__file__`.
+            if name.startswith("__") and name not in ("__path__", "__version__"):
+                raise AttributeError(name)
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
+
+
 # Packages of a few tests, whose import takes seconds: every process collects every test.
 for name in ("anthropic", "datasets", "ollama", "openai"):
-    if (spec := importlib.util.find_spec(name)) is not None and spec.loader is not None:
-        spec.loader = importlib.util.LazyLoader(spec.loader)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+    if (spec := importlib.util.find_spec(name)) is not None:
+        sys.modules[name] = LatePackage(name)
+        sys.modules[name].__spec__ = spec
+# transformers would take the folder of that name beside this file for the package, and look for its
+# version in the files of all distributions.
+sys.modules["kernels"] = None  # type: ignore[assignment]
 
 # A shared two-core machine stalls for tens of milliseconds: a deadline would test the neighbours.
-# `make test` repeats the same examples, so that a change is judged by what it changed; `make
-# test-slow` looks for new ones.
+# `make test` repeats the same few examples, so that a change is judged by what it changed; `make
+# test-slow` looks for new ones, of which it has a hundred where a test says nothing.
 settings.register_profile("explore", deadline=None, print_blob=True)
-settings.register_profile("repeat", settings.get_profile("explore"), derandomize=True)
+settings.register_profile(
+    "repeat", settings.get_profile("explore"), derandomize=True, max_examples=40
+)
 settings.load_profile("repeat")
 
 
@@ -64,27 +91,34 @@ def pytest_runtest_setup() -> None:
         torch.set_num_threads(1)
 
 
-ONE_SERVER = {
-    "tests/e2e/answers/test_log_likelihood.py",
-    "tests/e2e/answers/test_structured.py",
-    "tests/e2e/test_demo_server.py",
-    "tests/e2e/test_disaggregated_serve.py",
-    "tests/e2e/test_terminal.py",
+SHARED = {
+    "the server of tests/e2e/conftest.py": {
+        "tests/e2e/answers/test_log_likelihood.py",
+        "tests/e2e/answers/test_structured.py",
+        "tests/e2e/test_demo_server.py",
+        "tests/e2e/test_disaggregated_serve.py",
+        "tests/e2e/test_terminal.py",
+    },
+    "the process that tests/models/forks.py forks": {
+        "tests/models/export/test_export_killed.py",
+        "tests/models/weights/test_loading_memory.py",
+        "tests/models/weights/test_packed_cache.py",
+    },
 }
-"""Files whose tests ask the one ``server`` of a process (``tests/e2e/conftest.py``)."""
+"""Files whose tests share what takes seconds to start, by what that is."""
 
 
-class FilesByServer(LoadFileScheduling):
-    """One process runs all tests of a file, and all files that share a server."""
+class FilesByShared(LoadFileScheduling):
+    """One process runs all tests of a file, and all files that share what one has to start."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "tests/e2e" if file in ONE_SERVER else file
+        return next((shared for shared, files in SHARED.items() if file in files), file)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesByServer | None:
-    return FilesByServer(config, log) if config.getvalue("dist") == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FilesByShared | None:
+    return FilesByShared(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

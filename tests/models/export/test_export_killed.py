@@ -6,12 +6,11 @@ no model, or all of it; the next conversion must succeed. Of two at once, one mu
 """
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from forks import fork
 
 from tandem.core.errors import ConfigError, TandemError
 from tandem.models.export import MARKER, export_checkpoint
@@ -87,12 +86,10 @@ def model(checkpoint):
 
 
 def test_a_kill_at_any_moment_leaves_all_or_nothing(model, tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED, str(model), str(tmp_path), str(MAX_EVENTS)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    statuses = [json.loads(line) for line in result.stdout.splitlines()]
+    printed = tmp_path / "printed"
+    status = fork(KILLED, [str(model), str(tmp_path), str(MAX_EVENTS)], printed, timeout_s=300)
+    assert status == 0, printed.read_text()
+    statuses = [json.loads(line) for line in printed.read_text().splitlines()]
     assert len(statuses) > 10
     assert statuses[-1] == 0  # At last nothing was left to be killed at.
     want = read_files(tmp_path / "first")

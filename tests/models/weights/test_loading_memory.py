@@ -6,11 +6,11 @@ Pages of the mapped file belong to the page cache and do not count.
 """
 
 import json
-import subprocess
 import sys
 
 import pytest
 import torch
+from forks import fork
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -62,14 +62,10 @@ def test_anonymous_memory(dtype, tmp_path, make_config, checkpoint):
     assert sum(t.nbytes for t in tensors.values()) > 140_000_000
     save_file(tensors, tmp_path / "model.safetensors")
     del tensors
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, str(tmp_path), str(checkpoint("qwen3_moe")), dtype],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    used, packed = json.loads("[" + result.stdout.strip().replace(" ", ",") + "]")
+    printed = tmp_path / "printed"
+    status = fork(PROBE, [str(tmp_path), str(checkpoint("qwen3_moe")), dtype], printed)
+    assert status == 0, printed.read_text()
+    used, packed = json.loads("[" + printed.read_text().strip().replace(" ", ",") + "]")
     scale = 2 if dtype == "float32" else 1
     assert packed > scale * 140_000_000
     assert used <= 1.1 * packed + scale * layer_bytes

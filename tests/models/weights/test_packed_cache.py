@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import fork
 from loading import load_checkpoint
 
 from tandem._native import ThreadPool
@@ -211,7 +212,7 @@ def test_a_changed_checkpoint_is_packed_again(
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda text: text[: len(text) // 2],
+        pytest.param(lambda text: text[: len(text) // 2], marks=pytest.mark.slow),
         pytest.param(lambda text: "", marks=pytest.mark.slow),
         lambda text: text.replace(packed_cache.LAYOUT, "tandem-experts-0"),
         pytest.param(lambda text: text.replace('"int8g32"', '"int4g32"'), marks=pytest.mark.slow),
@@ -235,7 +236,7 @@ def test_a_manifest_that_does_not_fit_is_refused(damage, folder, cache_root, ope
     assert torch.equal(run(folder, open_session, cache_root), plain)
 
 
-@pytest.mark.parametrize("change", [-1, 1, None])
+@pytest.mark.parametrize("change", [-1, pytest.param(1, marks=pytest.mark.slow), None])
 def test_a_file_of_another_size_is_packed_again(change, folder, cache_root, open_session, caplog):
     plain = run(folder, open_session, cache_root)
     path = find_files(cache_root)[1]
@@ -321,7 +322,9 @@ def test_a_lock_that_is_a_link_costs_nothing(folder, cache_root, tmp_path):
     assert precious.read_text() == "kept"
 
 
-@pytest.mark.parametrize("step", ["posix_fallocate", "fsync", "rename"])
+@pytest.mark.parametrize(
+    "step", ["posix_fallocate", pytest.param("fsync", marks=pytest.mark.slow), "rename"]
+)
 def test_a_full_disk_costs_the_cache_not_the_model(
     step, folder, cache_root, open_session, monkeypatch, caplog
 ):
@@ -399,12 +402,8 @@ def test_a_killed_conversion_goes_on(done, when, folder, cache_root, open_sessio
         convert_model(folder, "int8g32", packed_cache=str(tmp_path / "other"))
         sizes = [path.stat().st_size for path in find_files(tmp_path / "other")]
         count = sum(-(-size // 4096) for size in sizes[:done]) + 3
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder), str(cache_root), str(count), when],
-        check=False,
-        timeout=180,
-    )
-    assert result.returncode == -signal.SIGKILL
+    arguments = [str(folder), str(cache_root), str(count), when]
+    assert fork(KILLED, arguments, tmp_path / "printed") == -signal.SIGKILL
     assert len(find_files(cache_root)) == done
     assert len(list(cache_root.rglob("*.partial"))) == (when == "write")
     report = convert_model(folder, "int8g32", packed_cache=str(cache_root), is_verified=True)
