@@ -36,7 +36,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TOTAL_WEIGHTS", 500_000)
 
 
-@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize("quick", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_cases_run_at_toy_size(quick: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(moe, "TOKENS", (4, 30))
     monkeypatch.setattr(linear, "ROWS", (4, 30))

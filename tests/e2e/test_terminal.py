@@ -43,6 +43,7 @@ def test_chat_json_reuses_the_first_turn(server):
     assert second["cached_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_json_of_a_conversation_from_a_pipe_is_a_line_an_answer(server):
     result = run(
         "chat", "--url", server.url, "--max-tokens", "4", "--json", text="One.\nTwo.\n",

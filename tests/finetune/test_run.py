@@ -49,7 +49,7 @@ def test_the_loss_falls(run):
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit(make_values, tmp_path):
-    """Inside the second epoch and later, rows of the first epoch's order were learned.
+    """Inside the second epoch, where rows of the first epoch's order were learned.
 
     Three epochs of three packed rows, two a step and one in an epoch's last step, from two workers;
     dropout and data go on as they would have.
@@ -61,7 +61,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(make_values, tmp_path):
     assert finetune(make_recipe(values)).num_examples == 3
     wanted = read_steps(tmp_path / "whole")
     assert sorted(wanted) == list(range(1, 7))
-    for step in (2, 5):
+    for step in (3,):
         folder = tmp_path / f"from-{step}"
         shutil.copytree(tmp_path / "whole" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
         # What an interrupted write leaves is not taken for a checkpoint, and is removed.

@@ -136,7 +136,7 @@ BROKEN = {
         "f:2",
         "not YAML",
     ),
-    "brackets": ("[" * 5000, "f:0", "too deep"),
+    "brackets": ("[" * 700, "f:0", "too deep"),
     "no value in kwargs": (
         "- match: {name: a}\n  replace: {kwargs: {x: 2020-13-45}}",
         "f:2",

@@ -107,7 +107,7 @@ def test_what_is_encoded_is_read_back(frame):
     assert encode_frame(back) == data
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(HOSTILE)
 @example(GIANT_ARRAY)
 @example(GIANT_MAP)
@@ -156,7 +156,7 @@ async def survive(endpoint, raw_client, attack):
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(before=st.lists(HOSTILE, max_size=10), after=st.lists(HOSTILE, max_size=30))
 def test_a_live_server_outlives_hostile_frames(endpoint, raw_client, before, after):

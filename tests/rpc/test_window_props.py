@@ -21,7 +21,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(STEPS)
 def test_unread_never_passes_the_bounds_and_never_leaks(steps):
     window, ledger = SendWindow(8, 1000), ReadLedger(8, 1000)

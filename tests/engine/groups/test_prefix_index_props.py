@@ -132,4 +132,4 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
 
 TestPrefixIndexMachine = PrefixIndexMachine.TestCase
-TestPrefixIndexMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPrefixIndexMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)

@@ -17,7 +17,12 @@ from tandem.engine.scheduling.scheduler import Scheduler
 
 
 @pytest.mark.parametrize(
-    ("order", "overlap"), [("chunked", True), ("prefill_first", False), ("decode_first", True)]
+    ("order", "overlap"),
+    [
+        ("chunked", True),
+        ("prefill_first", False),
+        pytest.param("decode_first", True, marks=pytest.mark.slow),
+    ],
 )
 def test_long_traffic_with_few_slots_is_sound_and_exercises_everything(order, overlap):
     world = World(

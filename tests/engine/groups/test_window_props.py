@@ -19,7 +19,11 @@ from tandem.engine.scheduling.scheduler import Scheduler
 
 @pytest.mark.parametrize(
     ("order", "overlap", "window"),
-    [("chunked", True, 6), ("prefill_first", False, 1), ("decode_first", True, 9)],
+    [
+        ("chunked", True, 6),
+        ("prefill_first", False, 1),
+        pytest.param("decode_first", True, 9, marks=pytest.mark.slow),
+    ],
 )
 def test_long_traffic_with_few_window_blocks_is_sound_and_exercises_everything(
     order, overlap, window

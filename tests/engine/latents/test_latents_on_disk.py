@@ -41,7 +41,7 @@ def folders(tmp_path_factory):
     ("family", "dtype", "kv_dtype", "memory"),
     [
         ("glm", "bfloat16", "auto", f"{(TOP + 1) * 80}B"),
-        ("glm", "bfloat16", "int8", "100KiB"),
+        pytest.param("glm", "bfloat16", "int8", "100KiB", marks=pytest.mark.slow),
         ("deepseek", "float32", "auto", "20KiB"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_wish_for_too_many_threads_is_warned_about(caplog):
     assert f"event=many_threads threads={advised + 3} advised={advised}" in caplog.text
 
 
-@pytest.mark.parametrize("expert_format", ["int8", "int4"])
+@pytest.mark.parametrize("expert_format", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_formats_leave_more_memory(expert_format):
     plain, packed = plan(dtype="bfloat16"), plan(dtype="bfloat16", expert_format=expert_format)
     assert packed.model.weight_bytes < plain.model.weight_bytes
@@ -97,7 +97,7 @@ def test_adapters_take_memory_from_kv(tmp_path):
     assert "loaded while serving are not counted" in row[2]
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 def test_coded_kv_makes_room_for_more_blocks(kv_dtype):
     def plan_kv(kv_dtype):
         return plan_engine(
@@ -180,7 +180,7 @@ def generate(engine, request_id, prompt, salt=""):
     return [token for output in outputs for token in output.token_ids], cached
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_coded_kv_serves_and_is_shared(kv_dtype, build):
     """A prefix in the cache, shared blocks and a copied tail, gives the tokens of an empty one."""
     engine = build(kv_dtype).engine
@@ -193,6 +193,7 @@ def test_coded_kv_serves_and_is_shared(kv_dtype, build):
     assert again == first
 
 
+@pytest.mark.slow  # tests/models/planning/test_identity.py compares identities field by field.
 def test_other_kv_has_other_keys(build):
     wishes = [("bfloat16",), ("float32",), ("int8",), ("fp8",)]
     roots = [build(*wish).identity.root_key() for wish in wishes]

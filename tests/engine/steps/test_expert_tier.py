@@ -144,7 +144,7 @@ def test_a_failed_read_is_the_error_of_requests_that_need_it(packed, monkeypatch
     assert any(not all(failed) for failed in outcomes)
 
 
-@pytest.mark.parametrize("damage", ["cut", "written"])
+@pytest.mark.parametrize("damage", rest_slow(["cut"], ["cut", "written"]))
 def test_a_file_that_changes_while_it_serves_gives_errors(tmp_path, damage):
     engine = build(tmp_path).engine
     before, _ = generate(engine, PROMPTS[2:], max_tokens=2)

@@ -114,8 +114,8 @@ def test_output_matches(expected, tokenizer):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"overlap": "on"},
-        {"overlap": "off"},
+        pytest.param({"overlap": "on"}, marks=pytest.mark.slow),
+        pytest.param({"overlap": "off"}, marks=pytest.mark.slow),
         {"overlap": "on", "num_kv_blocks": 22, "block_size": 8, "max_model_len": 160},
     ],
     ids=["overlap", "plain", "preempted"],

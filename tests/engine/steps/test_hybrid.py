@@ -184,7 +184,7 @@ def hold_back(seed):
 
 
 MODELS = [("demo", 0), ("demo", 2), ("deepseek", 0), ("deepseek", 2), ("gemma4", 0), ("llama4", 0)]
-QUICK = [("demo", 0, True), ("deepseek", 2, True), ("gemma4", 0, True), ("llama4", 0, True)]
+QUICK = [("demo", 0, True), ("deepseek", 2, True)]
 QUICK += [("deepseek", 0, False)]
 
 
@@ -257,7 +257,7 @@ def test_shared_experts_run_while_the_host_computes(folder, open_device, monkeyp
     hybrid.close()
 
 
-@pytest.mark.parametrize("deferred", [0, 2])
+@pytest.mark.parametrize("deferred", rest_slow([2], [0, 2]))
 def test_what_a_worker_raises_is_its_requests_error(folder, open_device, monkeypatch, deferred):
     """Layer 2's experts fail for one request's token at its third step; the others go on."""
     expected, _ = generate(build(folder, deferred=deferred).engine)
@@ -305,7 +305,7 @@ class Turns:
 
 @pytest.mark.parametrize(
     ("deferred", "is_captured"),
-    rest_slow([(0, False), (2, True)], [(0, True), (0, False), (2, True), (2, False)]),
+    rest_slow([(2, True)], [(0, True), (0, False), (2, True), (2, False)]),
 )
 def test_no_bit_depends_on_which_experts_are_uploaded(folder, open_device, is_captured, deferred):
     expected, _ = generate(build(folder, deferred=deferred).engine)
@@ -322,7 +322,7 @@ def test_no_bit_depends_on_which_experts_are_uploaded(folder, open_device, is_ca
 
 
 # The orders that policies make are placement's own tests; these differ in deferral and capture.
-@pytest.mark.parametrize("policy", rest_slow(["lru", "frequency"], [*EXPERT_POLICIES, "static"]))
+@pytest.mark.parametrize("policy", rest_slow(["lru"], [*EXPERT_POLICIES, "static"]))
 def test_no_bit_depends_on_which_experts_stay_and_a_replay_hits_as_often(
     folder, open_device, policy
 ):
@@ -467,9 +467,7 @@ def test_tokens_are_those_of_the_host(far):
     assert far.num_copies > before
 
 
-@pytest.mark.parametrize(
-    ("model", "deferred"), rest_slow([("deepseek", 2), ("gemma4", 0)], MODELS[2:])
-)
+@pytest.mark.parametrize(("model", "deferred"), rest_slow([("deepseek", 2)], MODELS[2:]))
 def test_a_decode_that_waits_for_no_expert_gives_the_same_bits(far, folders, model, deferred):
     built = build_far(folders[model], deferred=deferred)
     assert built.model._hybrid is not None

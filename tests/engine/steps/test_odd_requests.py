@@ -31,9 +31,10 @@ GOOD = {
     "drawn": SamplingParams(max_tokens=5, temperature=1.0, seed=3, ignore_eos=True, top_k=20),
 }
 HUGE = 3e38
+SLOW_FLOAT32 = pytest.param("float32", marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+@pytest.fixture(scope="module", params=["bfloat16", SLOW_FLOAT32])
 def served(request, tmp_path_factory):
     """(engine, digests of adapters that overflow)."""
     folder = tmp_path_factory.mktemp("adapters")

@@ -712,7 +712,11 @@ def test_a_full_queue_still_takes_those_below_their_share():
 
 @pytest.mark.parametrize(
     ("num_clients", "num_alike"),
-    [(180, 0), (180, 60), pytest.param(100, 30, marks=pytest.mark.slow)],
+    [
+        (100, 30),
+        pytest.param(180, 0, marks=pytest.mark.slow),
+        pytest.param(180, 60, marks=pytest.mark.slow),
+    ],
 )
 def test_no_request_of_a_share_is_overtaken_by_more_than_is_said(num_clients, num_alike):
     """Clients behind one address, each with its next request when it has its answer.

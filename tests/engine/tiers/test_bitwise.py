@@ -302,7 +302,7 @@ CASES = [
     fail_in_mid_decode,
 ]
 # A sampler's state moves with a request or is made anew; greedy requests have none.
-QUICK = [(disaggregate, "greedy"), (disaggregate, "seeded"), (evict, "greedy"), (preempt, "seeded")]
+QUICK = [(disaggregate, "seeded"), (evict, "greedy"), (preempt, "seeded")]
 QUICK += [(fail_in_mid_prefill, "seeded"), (fail_in_mid_transfer, "greedy")]
 QUICK += [(fail_in_mid_decode, "seeded")]
 

@@ -20,7 +20,7 @@ from tandem.engine.disaggregation.head_slices import (
 )
 from tandem.engine.disaggregation.peers import OpenPeer
 
-NUM_EXAMPLES = 150
+NUM_EXAMPLES = 60
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1, "fp8": 1}
 UNTOUCHED = 0xEE
 

@@ -16,6 +16,7 @@ from hybrid import save_hybrid
 from test_store_tier import LiveStore, Served
 from windowed import save_windowed
 
+from quick import rest_slow
 from tandem.core.kv_layout import GqaLayout
 from tandem.engine import planning
 from tandem.engine.scheduling.blocks import BlockCopy
@@ -51,7 +52,7 @@ def far(monkeypatch):
         yield device
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_slow(["blocks", "states"], KINDS))
 def test_what_the_store_has_reaches_the_device(far, tmp_path, kind):
     save, settings = KINDS[kind]
     path = str(save(tmp_path / "model"))

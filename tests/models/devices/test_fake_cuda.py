@@ -86,15 +86,19 @@ def make_batch(model, chunks):
     )
 
 
-def check_steps(folder, monkeypatch, **wishes):
-    """A prompt, one that goes on, decodes of unequal length; then decodes alone."""
+def check_steps(folder, monkeypatch, *, is_first_alone=False, **wishes):
+    """A prompt, one that goes on, decodes of unequal length; then decodes alone.
+
+    The first of these steps alone looks at every weight.
+    """
     plan = plan_model(str(folder), device="cuda", **wishes)
     with load_fake(plan, ThreadPool(1), monkeypatch) as model:
         cache, states = model.allocate_kv(16, block_size=BLOCK_SIZE), model.allocate_states(4)
-        for chunks in (
+        steps = (
             [(list(range(3, 23)), 0), ([5, 6], 18), ([7], 3), ([8], 40)],
             [([7], 4), ([8], 41)],
-        ):
+        )
+        for chunks in steps[:1] if is_first_alone else steps:
             batch = make_batch(model, chunks)
             with HostCopies() as copies:
                 hidden = run_without_inference(model.compute_hidden, batch, cache, None, states)
@@ -102,7 +106,7 @@ def check_steps(folder, monkeypatch, **wishes):
             assert logits.device == CUDA
             assert logits.shape == (len(chunks), model.spec.num_logits)
             assert not copies.found
-        if model.is_fused:
+        if model.is_fused and not is_first_alone:
             assert find_waits(model, BLOCK_SIZE) == []
             model.enable_adapters(2)
             assert find_waits(model, BLOCK_SIZE) == []
@@ -152,7 +156,7 @@ def test_stored_codes_are_decoded_to_the_device(kind, checkpoint, monkeypatch):
     """Codes of a checkpoint: experts keep them on the host, other matrices become numbers."""
     folder = checkpoint("qwen3_moe", hidden_size=128, head_dim=64, moe_intermediate_size=128)
     write_quantized(folder, kind)
-    check_steps(folder, monkeypatch, dtype="bfloat16")
+    check_steps(folder, monkeypatch, is_first_alone=True, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("kind", ["q4_k_m", *SLOW_BLOCKS])
@@ -160,7 +164,7 @@ def test_a_gguf_file_is_decoded_to_the_device(kind, tmp_path, monkeypatch):
     path = tmp_path / "model.gguf"
     shape = SHAPE | {"num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 512}
     write_random_gguf(path, shape, kind)
-    check_steps(path, monkeypatch, dtype="bfloat16")
+    check_steps(path, monkeypatch, is_first_alone=True, dtype="bfloat16")
 
 
 def test_two_places_are_found(tmp_path, monkeypatch):

@@ -179,14 +179,18 @@ def excess(logits, exact, bound):
     return float(np.max(np.abs(logits.double().numpy() - exact) / bound))
 
 
-EXACT = [(name, "float32") for name in VARIANTS]
-ROUNDED = ["llama", "qwen3_moe", "gpt_oss-all-experts", "deepseek_v3-all-experts"]
+# The others differ in one switch, which test_proof.py changes as well.
+EXACT = ["llama-mha-biases", "llama-yarn", "qwen3_moe-mixed-layers", "qwen3_moe-windows"]
+EXACT += ["deepseek_v2-groups-yarn", "deepseek_v3", "gpt_oss-tied-top1-no-bias"]
+ROUNDED = ["llama", "gpt_oss-all-experts", "deepseek_v3-all-experts"]
 """Families whose rounding `make test` checks; what a variant changes float32 shows as well."""
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    rest_slow([*EXACT, *product(ROUNDED, ["bfloat16"])], product(VARIANTS, DTYPES)),
+    rest_slow(
+        [*product(EXACT, ["float32"]), *product(ROUNDED, ["bfloat16"])], product(VARIANTS, DTYPES)
+    ),
 )
 def test_logits(name, dtype, pairs, open_session):
     pair = pairs(name)
@@ -218,9 +222,7 @@ GREEDY = ["llama", "qwen3-tied-bias", "qwen3_moe", "llama-dynamic", "qwen3-windo
 GREEDY += ["deepseek_v2-groups-yarn", "deepseek_v3"]
 
 
-@pytest.mark.parametrize(
-    "name", rest_slow(["llama-dynamic", "qwen3-windows", "gpt_oss", "deepseek_v3"], GREEDY)
-)
+@pytest.mark.parametrize("name", rest_slow(["qwen3-windows", "deepseek_v3"], GREEDY))
 def test_greedy_tokens_are_identical(name, pairs, open_session):
     pair = pairs(name)
     session = open_session(load_checkpoint(pair.folder, dtype="float32"))
@@ -388,9 +390,12 @@ RULES = {
 
 FUSED = ["llama-mha-biases", "qwen3-tied-bias", "qwen3_moe-mixed-layers", "qwen3_moe-windows"]
 FUSED += ["gpt_oss"]
-# Every rule on layers of both kinds; on a second family those that keep its own experts and sinks.
-QUICK_FUSED = [("qwen3_moe-mixed-layers", rules) for rules in RULES]
-QUICK_FUSED += [("gpt_oss", rules) for rules in ("everything kept", "experts kept")]
+# Rules on layers of both kinds; on a second family the one that keeps its own experts.
+QUICK_FUSED = [
+    ("qwen3_moe-mixed-layers", rules)
+    for rules in ("everything kept", "one layer kept", "attention only", "linears alone")
+]
+QUICK_FUSED += [("gpt_oss", "experts kept")]
 
 
 @pytest.mark.parametrize(("name", "rules"), rest_slow(QUICK_FUSED, product(FUSED, RULES)))
@@ -410,7 +415,7 @@ def test_fused_and_skeleton_paths_agree(name, rules, pairs, open_session, tmp_pa
 
 @given(data=st.data())
 @settings(
-    max_examples=12,
+    max_examples=6,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_random_configurations(data, tmp_path_factory, make_config, save_model, open_session):

@@ -47,6 +47,9 @@ from tandem.models.proof.prove import find_key, prove_config
 from tandem.models.proof.shrink import shrink_config
 
 LONG = {
+    "a layer that shares a choice has another one's",
+    "a LayerNorm of another epsilon",
+    "biases of experts of the next",
     "bias of index keys left out",
     "neighbours for halves in an index",
     "every token is chosen",

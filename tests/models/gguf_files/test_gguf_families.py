@@ -347,10 +347,9 @@ def make_model(config):
 
 
 QUICK = [
-    "llama", "llama 3.1", "qwen3 yarn", "gemma2", "phi3", "glm4", "mixtral", "qwen2_moe",
-    "qwen3_moe", "gpt_oss", "deepseek_v2 lite", "deepseek_v3", "qwen3_next", "qwen3_5", "lfm2",
+    "llama 3.1", "phi3", "glm4", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2",
     "kimi_linear", "granitemoehybrid", "nemotron_h moe", "gemma4 experts", "llama4",
-    "glm_moe_dsa", "mimo_v2_flash", "stablelm", "olmo2", "cohere2",
+    "glm_moe_dsa", "stablelm",
 ]  # fmt: skip
 """Families whose tensors are renamed, split, joined or reordered each in a way of their own."""
 
@@ -409,7 +408,10 @@ def test_logits_are_those_of_the_folder(pair, open_session):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("kind", "is_kept"), [("Q8_0", True), ("Q4_0", True), ("Q6_K", False)])
+@pytest.mark.parametrize(
+    ("kind", "is_kept"),
+    rest_slow([("Q8_0", True), ("Q6_K", False)], [("Q8_0", True), ("Q4_0", True), ("Q6_K", False)]),
+)
 def test_codes_of_a_state_are_taken_over(kind, is_kept, tmp_path, open_session):
     """Value heads change places in rows, and in whole blocks of inputs; else values are read."""
     changes = {"linear_value_head_dim": 64, "linear_num_value_heads": 8, "hidden_size": 256}

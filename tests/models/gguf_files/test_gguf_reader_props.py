@@ -273,7 +273,7 @@ VALUES = st.one_of(
     architecture=st.sampled_from(sorted(ARCHITECTURES)),
     values=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3),
 )
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_any_metadata_is_understood_or_refused(path, architecture, values):
     """Of all architectures, each of which has arithmetic of its own."""
     known = {key.removeprefix("llama."): v for key, v in METADATA if key.startswith("llama.")}
@@ -288,7 +288,7 @@ def test_any_metadata_is_understood_or_refused(path, architecture, values):
 
 
 @given(data=damages())
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damage_is_read_or_refused(path, data):
     """Never another exception, and never more than the file can hold."""
     path.write_bytes(data)

@@ -202,8 +202,7 @@ PAIRS = [
 """Types of gate and up, and of down."""
 
 
-QUICK = [("Q4_0", "Q4_0"), ("Q6_K", "Q6_K"), ("NVFP4", "NVFP4"), ("IQ2_XXS", "IQ2_XXS")]
-QUICK += [("Q4_K", "Q6_K"), ("Q8_0", "Q5_0"), ("Q6_K", "IQ4_XS")]
+QUICK = [("NVFP4", "NVFP4"), ("IQ2_XXS", "IQ2_XXS"), ("Q4_K", "Q6_K"), ("Q8_0", "Q5_0")]
 """Formats alone and beside each other; products of a matrix, above, have all of them."""
 
 

@@ -89,7 +89,7 @@ def test_what_was_found_ends_in_no_error_of_python(name, changes, get_file, monk
 
 
 @pytest.mark.parametrize(
-    ("names", "count"), [(NAMES, 60), pytest.param(NAMES + MORE, 3000, marks=pytest.mark.slow)]
+    ("names", "count"), [(NAMES, 30), pytest.param(NAMES + MORE, 3000, marks=pytest.mark.slow)]
 )
 def test_any_metadata_is_planned_or_refused(names, count, get_file, monkeypatch):
     chance, num_planned = random.Random(7), 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from quick import rest_slow
 from tandem.cli.commands.plan import plan as plan_command
 from tandem.models import plan_model, render_plan
 
@@ -66,8 +67,7 @@ def test_the_files_are_those_that_are_tested():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n.endswith(("-amx", "-sft")) else n for n in FILES],
+    "name", rest_slow(["deepseek-v3", "deepseek-v3-multi-gpu", "mixtral"], FILES)
 )
 def test_each_file_gives_our_operators(name, write_config):
     model_type, operators = FILES[name]
@@ -111,13 +111,12 @@ def test_unused_rules_and_conflicts_are_listed(write_config, capsys):
         int(place.rpartition(":")[2]) - 1 for place in report["unused_rules"] if "multi" in place
     ]
     assert any("rotary_emb" in text[line] for line in unused)
-    plan_command(model=str(folder), rules=path, json=False, help_all=False)
-    printed = capsys.readouterr().out
-    assert re.search(r"unused: deepseek-v3-multi-gpu.yaml:\d+ matched no module", printed)
     more = folder / "more.yaml"
     more.write_text(
         path.read_text()
         + '\n- match: {name: "^model.layers.7.mlp$"}\n  replace: {class: default}\n'
     )
     plan_command(model=str(folder), rules=more, json=False, help_all=False)
-    assert re.search(r"shadowed: more.yaml:\d+, all its modules went", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search(r"unused: more.yaml:\d+ matched no module", printed)
+    assert re.search(r"shadowed: more.yaml:\d+, all its modules went", printed)

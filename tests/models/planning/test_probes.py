@@ -9,6 +9,7 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 
+from quick import rest_slow
 from tandem.core.model.layers import RoutingRule
 from tandem.models.planning.probes import find_routing
 
@@ -31,7 +32,9 @@ class SumOfTwo(torch.nn.Module):
         return torch.softmax(logits, -1).gather(-1, ids), ids
 
 
-@pytest.mark.parametrize(("count", "groups"), [(4, 2), (8, 2), (16, 4)])
+@pytest.mark.parametrize(
+    ("count", "groups"), rest_slow([(4, 2), (16, 4)], [(4, 2), (8, 2), (16, 4)])
+)
 def test_rules_of_groups_are_told_apart_at_every_size(count, groups):
     """A tiny DeepSeek-V2 was routed like V3: 32 tokens of its probe were chosen alike."""
     sizes = {"n_routed_experts": count, "n_group": groups, "topk_group": 1}

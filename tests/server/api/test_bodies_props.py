@@ -105,7 +105,7 @@ REQUESTS = st.one_of(
 )
 
 
-@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS)
 def test_a_strange_body_is_answered_and_nothing_leaks(shared, request_):
     path, body = request_

@@ -117,23 +117,20 @@ def test_embeddings_and_completions(servers, engine, connect):
         assert batch.request_counts.completed == 1, client.read(batch.error_file_id)
 
 
-@pytest.mark.parametrize(
-    ("lines", "code", "line"),
-    [
+def test_wrong_input_fails_as_a_whole(servers, engine, connect):
+    client = connect(servers.start(engine, max_body_bytes=4096))
+    for lines, code, line in (
         ([], "empty_file", None),
         ([make_line(1), "{\n"], "invalid_json_line", 2),
         ([make_line(1), make_line(1)], "duplicate_custom_id", 2),
         ([make_line(1, url="/v1/embeddings")], "invalid_url", 1),
         ([make_line(1, stream=True)], "invalid_request", 1),
         ([make_line("x" * 5000)], "line_too_long", 1),
-    ],
-)
-def test_wrong_input_fails_as_a_whole(servers, engine, connect, lines, code, line):
-    client = connect(servers.start(engine, max_body_bytes=4096))
-    batch = client.end(client.begin(lines))
-    assert batch.status == "failed"
-    assert [(error.code, error.line) for error in batch.errors.data] == [(code, line)]
-    assert engine.requests == []
+    ):
+        batch = client.end(client.begin(lines))
+        assert batch.status == "failed", code
+        assert [(error.code, error.line) for error in batch.errors.data] == [(code, line)]
+        assert engine.requests == []
 
 
 def test_cancel_keeps_what_is_answered(servers, engine, connect):

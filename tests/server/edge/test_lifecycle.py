@@ -17,6 +17,7 @@ from fake_engine import FakeEngine, make_info
 from serving import WAIT_S, wait_until
 from vocabularies import make_byte_level_tokenizer
 
+from quick import rest_slow
 from tandem.core.instance_status import StoreStatus
 from tandem.server.app import build_app
 from tandem.server.config import ServerConfig
@@ -95,7 +96,9 @@ print("held", engine.num_held, flush=True)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signalled_process_answers_and_exits_with_0(number):
     folder = str(Path(__file__).parents[1])
     with subprocess.Popen(
@@ -116,7 +119,7 @@ def test_a_signalled_process_answers_and_exits_with_0(number):
             process.kill()
 
 
-@pytest.mark.parametrize("turns", [0, 1, 2, 4, 8, 16, 200])
+@pytest.mark.parametrize("turns", rest_slow([0, 2, 8, 200], [0, 1, 2, 4, 8, 16, 200]))
 def test_cancelled_at_any_turn_of_its_start_it_ends_without_a_traceback(turns, caplog):
     """As Ctrl-C does it before the server takes the signals: the lifespan is ended, not left."""
     tokenizer = make_byte_level_tokenizer()

@@ -306,7 +306,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     parts=st.lists(st.sampled_from(FRAGMENTS), max_size=14),
     cuts=st.lists(st.integers(1, 12), min_size=1, max_size=8),

@@ -56,7 +56,7 @@ class Ranges:
         return max(largest, self.capacity - cursor)
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     num_sizes=st.integers(1, 30),

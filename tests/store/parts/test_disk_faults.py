@@ -179,7 +179,7 @@ def test_a_crash_at_a_sample_of_steps(is_power_lost):
     whole = MemoryDisk(1)
     run_virtual(lambda: play(Bench(whole)))
     assert whole.steps > 120
-    for step in range(1 + is_power_lost, whole.steps, 7):
+    for step in range(1 + is_power_lost, whole.steps, 13):
         run_virtual(lambda step=step: crash_and_return(step, is_power_lost))
 
 

@@ -273,7 +273,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert rows == {k for k, made in self.model.items() if host in made.disks}
 
 
-DirectoryMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+DirectoryMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=50)
 TestDirectory = DirectoryMachine.TestCase
 
 

@@ -163,7 +163,8 @@ async def test_a_flipped_bit_costs_nothing_and_is_named(tmp_path):
     assert (await store.load()).roster == ROSTER
     assert not corruption.names
     for name, data in whole.items():
-        for at in range(len(data)):
+        # Every third byte, and both ends.
+        for at in sorted({*range(0, len(data), 3), len(data) - 2, len(data) - 1}):
             damaged = bytearray(data)
             damaged[at] ^= 1 << at % 8
             (tmp_path / name).write_bytes(damaged)

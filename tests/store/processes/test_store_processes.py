@@ -146,7 +146,7 @@ def test_a_client_killed_in_mid_put_leaves_nothing(cluster):
     assert not client.exists("key")
 
 
-@pytest.mark.parametrize("is_stopped", [True, False])
+@pytest.mark.parametrize("is_stopped", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_client_that_wakes_after_its_put_expired_harms_nobody(cluster, is_stopped):
     """It slept through its time; its late write must meet no other's object, and says so."""
     cluster.start("master")

@@ -199,7 +199,7 @@ def play_scenario(victim: str, step: int, *, inline: bool = False) -> ElectionSc
 STRIKES = ("leader killed", "leader stopped", "leader cut off")
 
 
-@pytest.mark.parametrize("victim", STRIKES)
+@pytest.mark.parametrize("victim", rest_slow(["leader killed", "leader stopped"], STRIKES))
 def test_a_strike_at_a_sample_of_steps(victim):
     whole = play_scenario(victim, -1)
     assert whole.num_steps > 150

@@ -542,8 +542,8 @@ def play_scenario(
     return scenario
 
 
-# Each victim, and each way to put while the master or a host dies.
-SAMPLED = [("master", True), ("h0", False), ("h1", True), ("client", False)]
+# The master and a host, and each way to put; a client dies in the seeds.
+SAMPLED = [("master", True), ("h0", False)]
 
 
 @pytest.mark.parametrize(
@@ -561,7 +561,7 @@ def test_a_crash_at_a_sample_of_steps(victim, inline):
         play_scenario(victim, step, inline=inline)
 
 
-@pytest.mark.parametrize("victim", rest_slow(["master", "h1"], VICTIMS))
+@pytest.mark.parametrize("victim", rest_slow(["h1"], VICTIMS))
 def test_a_crash_at_a_sample_of_steps_with_disks(victim):
     """Steps of disks are steps: between an eviction and the write behind, in loads, in removals."""
     whole = play_scenario(victim, -1, has_disks=True)

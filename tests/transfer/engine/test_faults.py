@@ -318,7 +318,9 @@ def test_transfer_to_another_process(world, transport):
         assert np.array_equal(data, back)
 
 
-@pytest.mark.parametrize("transports", [("shm", "tcp"), ("cma", "tcp"), ("tcp",)])
+@pytest.mark.parametrize(
+    "transports", [("shm", "tcp"), pytest.param(("cma", "tcp"), marks=pytest.mark.slow), ("tcp",)]
+)
 def test_killed_peer_is_lost_and_comes_back(world, transports):
     taker = world.engine(transports=transports, lease_ms=2000)
     local = taker.register(world.random(32 * MIB))
