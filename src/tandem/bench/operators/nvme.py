@@ -13,9 +13,11 @@ with nothing read ahead.
 
 The ceiling is the longer of two times of the same round: the same tokens with all experts in
 memory, and reading as many experts as ours missed from the same file, at the same size and queue
-depth. ``planned`` is the planner's prediction, given that rate of the disk and these hits, both
-without guesses, of which it knows nothing. Files
-are written to the folder for temporary files (TMPDIR).
+depth. ``both at once`` is the time of the two together, in two threads that do not wait for each
+other: longer than the ceiling where reading takes the time of the cores that compute, as in a
+virtual machine. ``planned`` is the planner's prediction, given that rate of the disk and these
+hits, both without guesses, of which it knows nothing. Files are written to the folder for temporary
+files (TMPDIR).
 """
 
 import ctypes
@@ -26,6 +28,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -297,6 +300,18 @@ class _Case:
         self.rates.append(self.missed_bytes / reading)
         return 1e3 * max(computing, reading) / model.num_tokens
 
+    def both_at_once(self) -> float:
+        """Measure the milliseconds per token until both computing and reading have ended, while
+        neither waits for the other.
+        """
+        model = self.model
+        with ThreadPoolExecutor(1) as executor:
+            begin = time.perf_counter()
+            reading = executor.submit(self._read, self.missed_bytes)
+            model.compute(model.banks, self.trace)
+            reading.result()
+            return 1e3 * (time.perf_counter() - begin) / model.num_tokens
+
     def planned(self) -> float:
         """Return the planner's milliseconds per token, given the rates measured in this round."""
         model = self.model
@@ -421,6 +436,7 @@ def make_cases(*, quick: bool) -> Iterator[BenchCase]:
                 ceiling=case.ceiling,
                 limits={
                     "planned": case.planned,
+                    "both at once": case.both_at_once,
                     "without guesses": lambda case=case: case.ours(is_guessing=False),
                 },
             )
