@@ -2,9 +2,8 @@
 
 ``ExpertTier`` owns the memory of all layers: slots, which keep experts between steps, and a staging
 area for experts that are used once. ``LayerSlots`` manages one layer: its policy decides which
-experts get slots, the others use the staging area. A prefill computes experts in ascending order
-while the next ones are read; a decode computes each as soon as it is in memory, and adds up the
-outputs in ascending order at the end. Each expert is one read.
+experts get slots, the others use the staging area. Experts are computed in ascending order while
+the next ones are read. Each expert is one read.
 
 A failed read raises and fails the step; nothing is computed from bytes that were not read, and
 memory that a pending read may still write to is not reused. Use from one thread at a time.
@@ -24,19 +23,13 @@ from numpy.typing import NDArray
 from tandem.core.errors import CapacityError, DeadlineError, TandemError
 from tandem.placement.experts.cache import CachePolicy, Insertion
 
-__all__ = ["ExpertComputation", "ExpertReader", "ExpertTier", "LayerSlots", "TierCounters"]
+__all__ = ["ExpertReader", "ExpertTier", "LayerSlots", "TierCounters"]
 
 logger = logging.getLogger(__name__)
 
 READ_TIMEOUT_MS = 30_000
 """Timeout of a read in milliseconds, longer than a disk takes to retry a bad sector; then the step
 fails.
-"""
-
-
-MAX_COMPUTED = 2
-"""Most experts that a decode computes at a time while it reads others. Between two computations the
-disk is given more to do, and experts that have been read meanwhile join the next one.
 """
 
 
@@ -65,26 +58,6 @@ class ExpertReader(Protocol):
 
     def array(self) -> NDArray[np.uint8]:
         """Return the memory that reads write to, as bytes; shared, not copied."""
-        ...
-
-
-class ExpertComputation(Protocol):
-    """One step's computation of a layer's experts from their places in memory."""
-
-    def add(self, first: int, end: int, is_added: bool, /) -> None:
-        """Write the weighted sum of experts [first, end) to the result, or add it there if
-        ``is_added``.
-        """
-        ...
-
-    def write_rows(self, expert_ids: list[int], /) -> None:
-        """Compute some experts and keep their outputs, which are not in the result yet."""
-        ...
-
-    def sum_rows(self) -> None:
-        """Write the weighted sum of all kept outputs to the result, in ascending order of
-        experts; it is bitwise that of one call of ``add`` for all experts.
-        """
         ...
 
 
@@ -245,8 +218,6 @@ class LayerSlots:
         """Reads in progress of experts that were evicted meanwhile, each with the slot that it may
         still write to.
         """
-        self._staged: set[int] = set()
-        """Experts in the staging area."""
         self._guessed: set[int] = set()
         """Experts that were read ahead and not computed since."""
         self.places = np.full(num_experts, -1, np.int64)
@@ -255,31 +226,25 @@ class LayerSlots:
     def run(
         self,
         ids: NDArray[np.int64],
-        compute: ExpertComputation,
+        compute: Callable[[int, int, bool], None],
         *,
         is_cached: bool,
         on_begun: Callable[[], None] | None = None,
     ) -> None:
-        """Compute the experts in ``ids`` as their reads complete.
+        """Compute the experts in ``ids`` in ascending order, as their reads complete.
 
         Args:
             ids: expert ids of all tokens; -1 means none.
-            compute: computes experts from ``places``.
-            is_cached: True for a decode, which lets the policy change the slots and computes
-                experts in any order; False for a prefill, which leaves the slots as they are and
-                computes in ascending order.
+            compute: function that computes experts [first, end) from ``places``; its third argument
+                is True if its sum is added to that of earlier calls.
+            is_cached: True to let the policy change the slots; False to leave them as they are.
             on_begun: called once the layer's reads have begun, before the first is waited for.
 
         Raises: the errors of the reads.
         """
-        # numpy's `unique` takes longer than all of this for a decode's few ids.
-        order: list[int] = sorted(set(ids.ravel().tolist()) - {-1})
+        order: list[int] = np.unique(ids[ids >= 0]).tolist()
         try:
-            passing = self._begin_missing(order, is_cached=is_cached)
-            if is_cached:
-                self._run_in_any_order(order, passing, compute, on_begun)
-            else:
-                self._run_in_order(order, passing, compute, on_begun)
+            self._run(order, compute, is_cached=is_cached, on_begun=on_begun)
         finally:
             self._end_staged()
 
@@ -295,56 +260,22 @@ class LayerSlots:
         self._tier.counters.guessed += len(insertions)
         self._tier.counters.read_bytes += len(insertions) * self._expert_bytes
 
-    def _run_in_any_order(
+    def _run(
         self,
         order: list[int],
-        passing: deque[int],
-        compute: ExpertComputation,
+        compute: Callable[[int, int, bool], None],
+        *,
+        is_cached: bool,
         on_begun: Callable[[], None] | None,
     ) -> None:
-        """Compute experts as they come to be in memory; ``passing`` need the staging area."""
-        self._stage_some(passing)
-        if on_begun is not None:
-            on_begun()
-        left = order
-        while left:
-            begun = [expert_id for expert_id in left if expert_id not in passing]
-            if not begun:
-                raise _make_stalled()
-            ready = [expert_id for expert_id in begun if self._is_here(expert_id)] or begun[:1]
-            if len(ready) < len(order):
-                ready = ready[:MAX_COMPUTED]
-            for expert_id in ready:
-                self._finish(expert_id)
-            if len(ready) == len(order):
-                break
-            compute.write_rows(ready)
-            for expert_id in ready:
-                self._release(expert_id)
-            left = [expert_id for expert_id in left if expert_id not in ready]
-            self._stage_some(passing)
-        if left or not order:
-            # Every expert is in memory, or none was chosen.
-            compute.add(0, len(self.places), False)
-        else:
-            compute.sum_rows()
-
-    def _run_in_order(
-        self,
-        order: list[int],
-        passing: deque[int],
-        compute: ExpertComputation,
-        on_begun: Callable[[], None] | None,
-    ) -> None:
-        """Compute experts in ascending order as their reads complete; ``passing`` need the staging
-        area.
-        """
-        # Each call prepares all rows of a prefill, so it computes half of the staging area while
-        # the other half is being read.
-        grain = max(1, self._tier.num_staged // 2)
+        passing = self._begin_missing(order, is_cached=is_cached)
+        # A decode computes each expert as soon as it is read. A prefill prepares all its rows at
+        # each call, so it computes half of the staging area while the other half is being read.
+        grain = 1 if is_cached else max(1, self._tier.num_staged // 2)
         first, is_added = 0, False
         while first < len(order) or not is_added:
-            self._stage_some(passing)
+            while passing and self._stage(passing[0]):
+                passing.popleft()
             if on_begun is not None:
                 on_begun()
                 on_begun = None
@@ -352,7 +283,8 @@ class LayerSlots:
             # the first whose read has not begun, ends the experts that can be computed now.
             last = len(order) if not passing else order.index(passing[0])
             if first == last < len(order):
-                raise _make_stalled()
+                what = "reads that were given up hold the whole staging area: see the kernel's log"
+                raise DeadlineError("kernels.read_expert", what)
             end = min(first + grain, last)
             for expert_id in order[first:end]:
                 self._finish(expert_id)
@@ -360,17 +292,10 @@ class LayerSlots:
                 self._finish(order[end])
                 end += 1
             stop = len(self.places) if end == len(order) else order[end - 1] + 1
-            compute.add(order[first] if first < end else 0, stop, is_added)
+            compute(order[first] if first < end else 0, stop, is_added)
             for expert_id in order[first:end]:
                 self._release(expert_id)
             first, is_added = end, True
-
-    def _stage_some(self, passing: deque[int]) -> None:
-        """Begin to read experts into the staging area, as far as it has room, and take them off
-        ``passing``.
-        """
-        while passing and self._stage(passing[0]):
-            passing.popleft()
 
     def _begin_missing(self, order: list[int], *, is_cached: bool) -> deque[int]:
         """Begin to read experts that are not in memory into slots, as the policy decides; return
@@ -476,8 +401,6 @@ class LayerSlots:
                 self._policy.forget(expert_id)
             raise
         del self._reads[expert_id]
-        if read.is_staged:
-            self._staged.add(expert_id)
         offset = expert_id * self._expert_bytes
         self.places[expert_id] = read.place + offset % self._tier.alignment
 
@@ -485,9 +408,8 @@ class LayerSlots:
         """Free the place of an expert that lies in the staging area; one that holds a slot
         stays.
         """
-        if expert_id not in self._staged:
+        if expert_id in self._slots:
             return
-        self._staged.remove(expert_id)
         place = int(self.places[expert_id])
         self.places[expert_id] = -1
         self._tier.return_staged(place - place % self._tier.alignment)
@@ -505,11 +427,6 @@ class LayerSlots:
                 logger.warning("event=read_failed expert=%d", expert_id)
             else:
                 self._release(expert_id)
-        for expert_id in list(self._staged):
+        here = np.flatnonzero(self.places >= 0).tolist()
+        for expert_id in here:
             self._release(expert_id)
-
-
-def _make_stalled() -> DeadlineError:
-    """Return the error of a step for which the staging area has no place."""
-    what = "reads that were given up hold the whole staging area: see the kernel's log"
-    return DeadlineError("kernels.read_expert", what)

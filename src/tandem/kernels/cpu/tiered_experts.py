@@ -15,20 +15,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from tandem._native import LoraBank, LoraRows, ThreadPool
+from tandem._native import ThreadPool
 from tandem.core.errors import CapacityError, UnsupportedError
 from tandem.core.model.layers import ExpertsSpec
 from tandem.kernels.cpu.expert_slots import ExpertTier, LayerSlots, TierCounters
 from tandem.kernels.cpu.experts import NativeExperts, PackedExperts, WeightCache, start_submitter
-from tandem.kernels.cpu.linear import PANEL_COLUMNS
 from tandem.kernels.guesses import ExpertGuess
 from tandem.kernels.interfaces import WeightReader
-from tandem.kernels.native import Buffer, view_tensor
+from tandem.kernels.native import Buffer
 from tandem.kernels.weights.formats import WeightFormat
 from tandem.placement.experts.cache import CachePolicy
 
@@ -114,12 +111,15 @@ class TieredExperts(PackedExperts):
         """Read missing experts and compute as ``run`` does, without guessing the next layer's; call
         ``on_begun`` before the first read is waited for.
         """
+        given = (x_TD, ids_TK, weights_TK, out_TD)
+        layer, memory = self._layer, self._tier.memory
         ids = ids_TK.tensor.numpy()
-        compute = _Computation(
-            self, self._tier.memory, self._layer.places, (x_TD, ids_TK, weights_TK, out_TD)
-        )
+
+        def compute(first: int, end: int, is_added: bool) -> None:
+            self.run_apart(*given, memory, layer.places, first, end, is_added=is_added)
+
         is_cached = len(ids) <= MAX_CACHED_TOKENS
-        self._layer.run(ids, compute, is_cached=is_cached, on_begun=on_begun)
+        layer.run(ids, compute, is_cached=is_cached, on_begun=on_begun)
 
     def _read_ahead(self, before_TD: Tensor) -> None:
         assert self._guess is not None, "nothing to guess by"
@@ -161,98 +161,6 @@ class TieredExperts(PackedExperts):
         buffers = _make_buffers(x_TD, ids_TK, weights_TK)
         job = start_submitter(os.getpid()).submit(self._read_and_compute, *buffers)
         return job, buffers[-1].tensor
-
-
-class _Computation:
-    """One step's computation of a layer's experts, as ``LayerSlots.run`` wants it.
-
-    Args:
-        experts: the layer's kernels.
-        memory: holds the packed experts.
-        places: offset of each expert in ``memory``.
-        given: hidden states, expert ids, router weights, and the result.
-    """
-
-    def __init__(
-        self,
-        experts: PackedExperts,
-        memory: NDArray[np.uint8],
-        places: NDArray[np.int64],
-        given: tuple[Buffer, Buffer, Buffer, Buffer],
-    ) -> None:
-        self._experts, self._memory, self._places, self._given = experts, memory, places, given
-        self._ids: list[list[int]] = []
-        """Expert ids of each token, once a row is written."""
-        self._rows_PD = given[0].tensor
-        """Outputs of pairs of a token and an expert, in the order in which they were computed; once
-        a row is written.
-        """
-        self._chosen: list[list[tuple[int, int, int]]] = []
-        """Of each token, the computed pairs: expert, place among the token's ids, and row."""
-        self._num_rows = 0
-
-    def add(self, first: int, end: int, is_added: bool, /) -> None:
-        where = (self._memory, self._places, first, end)
-        self._experts.run_apart(*self._given, *where, is_added=is_added)
-
-    def write_rows(self, expert_ids: list[int], /) -> None:
-        x_TD, ids_TK, _, _ = self._given
-        if not self._ids:
-            self._ids = ids_TK.tensor.tolist()
-            self._chosen = [[] for _ in self._ids]
-            # A row is the sum -0 + 1 * y, which is y, also where y is a zero of either sign.
-            shape = (ids_TK.tensor.numel(), self._experts.hidden_size)
-            self._rows_PD = torch.full(shape, -0.0)
-        wanted = set(expert_ids)
-        tokens: list[int] = []
-        ids: list[list[int]] = []
-        for token, of_token in enumerate(self._ids):
-            for k, expert_id in enumerate(of_token):
-                if expert_id in wanted:
-                    row = self._num_rows + len(tokens)
-                    self._chosen[token].append((expert_id, k, row))
-                    tokens.append(token)
-                    ids.append([expert_id])
-        # Each pair is a token of its own with one expert, whose weight is 1.
-        begin, end = self._num_rows, self._num_rows + len(tokens)
-        pairs = (
-            Buffer(x_TD.tensor[tokens]),
-            Buffer(torch.tensor(ids)),
-            Buffer(torch.ones(len(tokens), 1)),
-            Buffer(self._rows_PD[begin:end]),
-        )
-        self._experts.run_apart(*pairs, self._memory, self._places, is_added=True)
-        self._num_rows = end
-
-    def sum_rows(self) -> None:
-        """Sum the rows of each token, weighted, in ascending order of experts.
-
-        Each addition must be fused with its multiplication, as in the kernels of experts. The
-        kernel of LoRA adapters does that: it multiplies a token's weights, put through an identity
-        matrix, with the token's rows, in ascending order of rows.
-        """
-        _, ids_TK, weights_TK, out_TD = self._given
-        num_tokens, top_k = ids_TK.tensor.shape
-        size = self._experts.hidden_size
-        num_panels = -(-size // PANEL_COLUMNS)
-        sums, used = LoraBank(num_tokens), LoraRows(num_tokens)
-        given_TK = torch.zeros(num_tokens, top_k)
-        # The kernel adds to what is there. -0 changes no sum, not even one that is a zero.
-        out_TD.tensor.fill_(-0.0)
-        for token, chosen in enumerate(self._chosen):
-            if not chosen:
-                out_TD.tensor[token] = 0.0
-                continue
-            chosen.sort()
-            count = len(chosen)
-            given_TK[token, :count] = weights_TK.tensor[token, [k for _, k, _ in chosen]]
-            rows = torch.zeros(count, num_panels * PANEL_COLUMNS)
-            rows[:, :size] = self._rows_PD[[row for _, _, row in chosen]]
-            panels = rows.view(count, num_panels, PANEL_COLUMNS).transpose(0, 1).contiguous()
-            same = torch.eye(count, top_k)
-            sums.add_part(token, view_tensor(same), view_tensor(panels), 1.0, 0, size)
-            used.add(token, [token])
-        sums.run(view_tensor(given_TK), out_TD.view, used)
 
 
 def _make_buffers(

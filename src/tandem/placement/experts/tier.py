@@ -125,10 +125,9 @@ def predict_token_seconds(
 ) -> float:
     """Return the seconds that a token's routed experts take on average, without guesses.
 
-    A layer begins all reads at once and computes each expert as it comes to be in memory, so the
-    disk rests between two layers, and the expert that is read last is computed while it rests. The
-    longer of reading and computing would not count that. Reading and computing are taken not to
-    slow each other down, which they do where a virtual machine's disk takes the time of its cores.
+    A layer computes its experts in ascending order and begins all reads at once, so the disk rests
+    between two layers, and experts after the last one that is read are computed while it rests. The
+    longer of reading and computing would count neither.
 
     Args:
         sizes: the model's experts.
@@ -144,11 +143,13 @@ def predict_token_seconds(
     layer = hits**top_k * top_k * compute
     for num_missed in range(1, top_k + 1):
         chance = comb(top_k, num_missed) * (1 - hits) ** num_missed * hits ** (top_k - num_missed)
-        # Hits are computed first. Of the experts that are read, computing waits either for the
-        # first, for the last, or for none.
-        after_first = read + num_missed * compute
-        after_last = num_missed * read + compute
-        layer += chance * max(top_k * compute, after_first, after_last)
+        # Means over all orders of experts that hit and experts that miss: the number of experts
+        # from the last miss to the end, and from the first.
+        from_last = (top_k + 1) / (num_missed + 1)
+        from_first = top_k + 1 - from_last
+        after_last = num_missed * read + from_last * compute
+        after_first = read + from_first * compute
+        layer += chance * max(top_k * compute, after_last, after_first)
     return sizes.num_layers * layer
 
 
