@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+import msgspec
+
 from tandem.core.errors import CapacityError, ConfigError, ConflictError
 from tandem.core.wire import FinishReason
 from tandem.engine.scheduling.plan import ScheduledSequence, StepPlan
@@ -16,6 +18,7 @@ from tandem.engine.scheduling.state import MAX_CANDIDATES, SchedulerState
 
 __all__ = ["NOT_FINISHED", "Lifecycle"]
 
+NO_TOKENS: Sequence[int] = ()
 NOT_FINISHED: Mapping[str, FinishReason] = MappingProxyType({})
 
 
@@ -153,15 +156,20 @@ class Lifecycle:
         state = self._state
         if not state.in_flight or plan is not state.in_flight[0]:
             raise ConflictError("engine.complete", "not the oldest plan in flight")
-        missing = [
-            s.request.request_id
+        given = [
+            sampled.get(s.request.request_id, NO_TOKENS) if s.wants_sample else NO_TOKENS
             for s in plan.sequences
-            if s.wants_sample
-            and not sampled.get(s.request.request_id)
-            and finished.get(s.request.request_id) is not FinishReason.ERROR
         ]
-        if missing:
-            raise ConflictError("engine.complete", f"no token sampled for requests {missing}")
+        if not all(given):
+            missing = [
+                s.request.request_id
+                for s, token_ids in zip(plan.sequences, given, strict=True)
+                if s.wants_sample
+                and not token_ids
+                and finished.get(s.request.request_id) is not FinishReason.ERROR
+            ]
+            if missing:
+                raise ConflictError("engine.complete", f"no token sampled for requests {missing}")
         state.in_flight.popleft()
         # Release the source blocks of copies before the requests' own blocks. Copy sources are
         # deeper in the prefix tree, and blocks released first are evicted first; a child must be
@@ -172,18 +180,25 @@ class Lifecycle:
             state.windows.end_copies(plan)
         copied = {copy.dst_block_id: copy.num_tokens for copy in plan.copies}
         ended: list[Request] = []
-        for sequence in plan.sequences:
+        block_size, windows = state.config.block_size, state.windows
+        for sequence, token_ids in zip(plan.sequences, given, strict=True):
             request = sequence.request
-            _land(sequence)
-            reason = finished.get(request.request_id)
+            queue = request.queue
+            queue.num_tokens_in_flight -= sequence.num_tokens
+            queue.num_samples_in_flight -= sequence.wants_sample
+            reason = finished.get(request.request_id) if finished else None
             if reason is FinishReason.ERROR:
                 # What failed may be the copy: its tokens may not come to the index.
-                block_id = sequence.block_table[sequence.start // state.config.block_size]
+                block_id = sequence.block_table[sequence.start // block_size]
                 request.num_computed_tokens -= copied.get(block_id, 0)
             else:
-                token_ids = sampled.get(request.request_id, ()) if sequence.wants_sample else ()
-                self._advance(sequence)
-                reason = self._take_tokens(sequence, token_ids, reason, now_s)
+                request.num_computed_tokens += sequence.num_tokens - sequence.num_drafts
+                # A decode changes the index only if it has filled a block.
+                if queue.is_prefilling or request.num_computed_tokens % block_size == 0:
+                    self._index_computed(request)
+                if windows is not None:
+                    windows.advance(request)
+                reason = self._take_tokens(request, sequence, token_ids, reason, now_s)
             if reason is not None:
                 self.finish(request, reason, now_s)
                 ended.append(request)
@@ -214,7 +229,7 @@ class Lifecycle:
             else:
                 # The index may have replaced a block of the plan by an equal one, so renew the
                 # block tables.
-                kept.append(sequence._replace(block_table=table, window=window))
+                kept.append(msgspec.structs.replace(sequence, block_table=table, window=window))
         plan.sequences = kept
         if state.states is not None:
             state.states.drop_saves(plan)
@@ -226,21 +241,18 @@ class Lifecycle:
                 state.states.end_saves(plan, ())
         return not plan.is_empty
 
-    def _advance(self, sequence: ScheduledSequence) -> None:
-        """Advance a request by the tokens that a step computed for it, and put its full blocks into
-        the prefix index.
+    def _index_computed(self, request: Request) -> None:
+        """Put the blocks that a step has filled into the prefix index, and note if it has computed
+        the last known token of a prefill.
         """
-        request = sequence.request
-        request.num_computed_tokens += sequence.num_tokens - sequence.num_drafts
         is_prompt_end = request.queue.is_prefilling and request.num_remaining_tokens == 0
         self._state.prefix.index_computed(request, is_prompt_end=is_prompt_end)
-        if self._state.windows is not None:
-            self._state.windows.advance(request)
         if is_prompt_end:
             request.queue.is_prefilling = False
 
     def _take_tokens(
         self,
+        request: Request,
         sequence: ScheduledSequence,
         token_ids: Sequence[int],
         reason: FinishReason | None,
@@ -249,18 +261,17 @@ class Lifecycle:
         """Append the tokens that a step has given for a sequence to its request; return why the
         request ends, None if it goes on.
         """
-        request = sequence.request
-        limit = request.queue.max_total_tokens
-        if request.queue.is_cancelled:
+        queue = request.queue
+        if queue.is_cancelled:
             return FinishReason.CANCELLED
-        num_known = request.num_tokens
+        num_missing = queue.max_total_tokens - len(request.prompt_ids) - len(request.output_ids)
         if token_ids:
-            # Several new tokens are verified draft tokens; this step has computed the KV of all but
-            # the last.
-            taken = token_ids[: limit - num_known]
+            taken = token_ids if len(token_ids) <= num_missing else token_ids[:num_missing]
             request.output_ids += taken
-            num_known += len(taken)
+            num_missing -= len(taken)
             if len(taken) > 1:
+                # Several new tokens are verified draft tokens; this step has computed the KV of all
+                # but the last.
                 request.num_computed_tokens += len(taken) - 1
                 self._state.prefix.index_computed(request, is_prompt_end=False)
                 if self._state.windows is not None:
@@ -271,7 +282,7 @@ class Lifecycle:
             return reason
         # A request that only scores its prompt ends when the whole prompt is computed; it samples
         # no token.
-        if num_known >= limit and (sequence.wants_sample or request.num_remaining_tokens == 0):
+        if num_missing <= 0 and (sequence.wants_sample or request.num_remaining_tokens == 0):
             is_prefill = request.prefill_lease_s is not None
             return FinishReason.PREFILLED if is_prefill else FinishReason.LENGTH
         if request.deadline_s is not None and request.deadline_s <= now_s:
@@ -328,11 +339,3 @@ class Lifecycle:
                 "shorten it",
                 field="prompt",
             )
-
-
-def _land(sequence: ScheduledSequence) -> None:
-    """Subtract a sequence of a completed step from its request's counters of plans in flight."""
-    queue = sequence.request.queue
-    queue.num_plans -= 1
-    queue.num_tokens_in_flight -= sequence.num_tokens
-    queue.num_samples_in_flight -= sequence.wants_sample

@@ -50,15 +50,16 @@ class LoadPlanning:
         reserved = sum(map(state.count_outstanding, state.running))
         largest = state.count_largest()
         for request in self._admission.order_waiting(now_s):
-            match = state.prefix.find_blocks(request)
-            # The load will pin the matched blocks, so those of them that are evictable now do not
-            # count as room.
-            room = min(
-                state.count_available() - state.index.count_evictable(match) - reserved,
-                state.pool.num_blocks - state.count_committed() - len(match.nodes) - largest,
-            )
-            if room > 0:
-                plan.loads += self._start_load(request, match, room, now_s)
+            if not request.load.has_loaded and request.can_reuse_prefix:
+                match = state.prefix.find_blocks(request)
+                # The load will pin the matched blocks, so those of them that are evictable now do
+                # not count as room.
+                room = min(
+                    state.count_available() - state.index.count_evictable(match) - reserved,
+                    state.pool.num_blocks - state.count_committed() - len(match.nodes) - largest,
+                )
+                if room > 0:
+                    plan.loads += self._start_load(request, match, room, now_s)
             if request.state is not RequestState.LOADING:
                 reserved += state.count_lookahead(request)
                 largest = max(largest, state.count_full_length(request))
@@ -66,14 +67,12 @@ class LoadPlanning:
     def _start_load(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
     ) -> list[BlockLoad]:
-        """Start a load of at most ``room`` blocks for a waiting request; return the transfers (one
-        for each block) that it consists of.
+        """Start a load of at most ``room`` blocks for a waiting request that has loaded none;
+        return the transfers (one for each block) that it consists of.
 
         Returns an empty list if no load is possible, or if the planner prefers to compute.
         """
         state, loaded_state, windows = self._state, None, list[WindowLoad]()
-        if request.load.has_loaded or not request.can_reuse_prefix:
-            return []
         if awaits_prefill(state, request, now_s):
             keys = state.prefix.list_prompt_keys(request, len(match.nodes))
             if len(keys) > room:

@@ -13,7 +13,7 @@ from tandem.engine.stepping.messages import Phase, StateCopy
 __all__ = ["BlockLoad", "ScheduledSequence", "StateSave", "StepPlan"]
 
 
-class ScheduledSequence(NamedTuple):
+class ScheduledSequence(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Tokens ``start`` to ``start + num_tokens`` of a request, to be computed in this step."""
 
     request: Request

@@ -98,7 +98,9 @@ class PrefixReuse:
         """
         if not self.is_enabled or not request.can_reuse_prefix:
             return PrefixMatch([], 0)
-        return self._match(request).without_copy()
+        self.extend_keys(request)
+        keys = request.prefix.block_keys[: (request.num_tokens - 1) // self._block_size]
+        return self._index.match_blocks(keys[: self._index.count_cached_blocks(keys)])
 
     def _match(self, request: Request) -> PrefixMatch:
         self.extend_keys(request)

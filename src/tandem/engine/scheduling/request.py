@@ -69,8 +69,6 @@ class QueueNotes:
     step completes.
     """
     num_preemptions: int = 0
-    num_plans: int = 0
-    """Number of planned steps that contain the request and have not completed."""
     num_tokens_in_flight: int = 0
     """Number of the request's tokens that planned, uncompleted steps compute; these tokens follow
     the computed ones.
@@ -299,7 +297,7 @@ class Request:
     @property
     def is_scheduled(self) -> bool:
         """True if a plan in flight (a planned step not recorded yet) contains the request."""
-        return self.queue.num_plans > 0
+        return self.queue.num_tokens_in_flight > 0
 
     @property
     def prefill_kv(self) -> PrefillKv | None:

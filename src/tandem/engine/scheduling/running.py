@@ -25,18 +25,27 @@ class RunningPlanner:
 
     def plan_decodes(self, plan: StepPlan) -> None:
         """Plan one token of each running request that has only its last token left to compute."""
-        running, windows = self._state.running, self._state.windows
+        state = self._state
+        running, windows, emit = state.running, state.windows, state.emit
+        block_size = state.config.block_size
         position = 0
         # Iterate by index: preemption removes requests behind this position from the list.
         while position < len(running):
             request = running[position]
             position += 1
-            if request.num_unplanned_tokens != 1 or not _is_plannable(request):
+            # The request's properties are written out for speed, as this runs for each token.
+            queue = request.queue
+            num_planned = request.num_computed_tokens + queue.num_tokens_in_flight
+            num_known = len(request.prompt_ids) + len(request.output_ids)
+            if num_known + queue.num_samples_in_flight - num_planned != 1:
+                continue
+            if queue.num_tokens_in_flight and not _is_plannable(request):
                 continue
             if windows is not None and not windows.limit(request, 1, running):
                 continue
-            if self._grow(plan, request, 1):
-                self._state.emit(plan, request, 1)
+            has_room = num_planned < len(request.block_table) * block_size
+            if has_room or self._grow(plan, request, 1):
+                emit(plan, request, 1)
             elif plan.is_stalled:
                 return
 
@@ -47,11 +56,11 @@ class RunningPlanner:
         while position < len(running) and not plan.is_stalled:
             request = running[position]
             position += 1
+            if not request.queue.is_prefilling or not _is_plannable(request):
+                continue
             budget = self._state.config.step_tokens - plan.num_tokens
             if budget == 0:
                 return
-            if not request.queue.is_prefilling or not _is_plannable(request):
-                continue
             remaining = request.num_unplanned_tokens
             if remaining > 1:
                 wanted = self._state.limit_chunk(request, min(remaining, budget))
@@ -127,6 +136,6 @@ def _is_plannable(request: Request) -> bool:
     request.
     """
     queue = request.queue
-    if not queue.num_plans:
+    if not queue.num_tokens_in_flight:
         return True
     return not queue.is_cancelled and request.num_expected_tokens < queue.max_total_tokens

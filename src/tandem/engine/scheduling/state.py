@@ -160,13 +160,15 @@ class SchedulerState:
         """Add the next ``num_tokens`` tokens of a request to a plan. The caller ensures that its
         blocks cover them.
         """
-        queue, start = request.queue, request.num_planned_tokens
+        # The request's properties are written out for speed, as this runs for each decoded token.
+        queue, prompt_len = request.queue, len(request.prompt_ids)
+        start = request.num_computed_tokens + queue.num_tokens_in_flight
+        end = start + num_tokens
         if self.windows is not None:
-            self.windows.extend(request, start + num_tokens)
-        is_last = num_tokens == request.num_unplanned_tokens
+            self.windows.extend(request, end)
+        is_last = end == prompt_len + len(request.output_ids) + queue.num_samples_in_flight
         wants_sample = is_last and request.sampling.max_tokens > 0
-        is_decode = num_tokens == 1 and start >= len(request.prompt_ids)
-        phase = Phase.DECODE if is_decode else Phase.PREFILL
+        is_decode = num_tokens == 1 and start >= prompt_len
         plan.sequences.append(
             ScheduledSequence(
                 request,
@@ -174,14 +176,14 @@ class SchedulerState:
                 num_tokens,
                 request.block_table,
                 wants_sample,
-                phase,
-                window=request.window_notes.table,
+                Phase.DECODE if is_decode else Phase.PREFILL,
+                0,
+                request.window_notes.table,
             )
         )
         if self.states is not None:
-            self.states.plan_save(plan, request, start + num_tokens)
+            self.states.plan_save(plan, request, end)
         plan.num_tokens += num_tokens
-        queue.num_plans += 1
         queue.num_tokens_in_flight += num_tokens
         queue.num_samples_in_flight += wants_sample
 
