@@ -3,6 +3,8 @@
 Method: a fleet of a few instances, whose events the test sends.
 """
 
+import random
+
 import msgspec
 import pytest
 
@@ -12,6 +14,7 @@ from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.journal import JournalingConductor, replay_journal
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import POLICIES, make_policy
+from tandem.conductor.prediction import predict_row_tpot, predict_tpot
 from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place
 from tandem.core.config import resolve_config
 from tandem.core.errors import ConfigError
@@ -219,6 +222,24 @@ def test_a_hot_prefix_is_fetched_where_the_queue_is_shorter():
     # 1600 tokens are 1.11 times what it holds itself.
     assert decide(1.25, queued=1000, held=90).chosen.prefix_len == 1440
     assert decide(1.05, queued=1000, held=90).chosen.prefix_len == 1600
+
+
+def test_the_time_predicted_for_one_row_is_that_predicted_for_all():
+    """A policy compares all rows, admission looks at one of them: a promise is about the time that
+    the row was chosen for, to the last bit."""
+    conductor, chance = make(P0, P1, D0, D1, U0, U1), random.Random(1)
+    fleet = conductor.fleet
+    for name in fleet.names:
+        queued = chance.choice([0, chance.randrange(5000)])
+        conductor.set_load(name, Load(queued, queued * 1e3 / 3, chance.randrange(64), 12345))
+    rows_s = predict_tpot(fleet, 208, 300).tolist()
+    assert rows_s == [predict_row_tpot(fleet, row, 208, 300) for row in range(fleet.num_rows)]
+    for name in fleet.names:
+        conductor.set_load(name, Load(0, 0.0, 3, 12345))
+    idle_s = predict_tpot(fleet, 208, 300).tolist()
+    for row, name in enumerate(fleet.names):
+        conductor.set_load(name, Load(900, 1e6, 3, 12345))
+        assert predict_row_tpot(fleet, row, 208, 300, has_queue=False) == idle_s[row]
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -447,8 +447,9 @@ class Admission:
         if is_whole:
             change = num_tokens - self._mean_tokens
             self._mean_tokens = max(self._mean_tokens + change * (1 - DECODE_MEMORY), 1.0)
-        is_natural = is_whole and num_tokens < question.max_tokens
-        self._lengths.note_end(question.client, num_tokens, is_natural=is_natural)
+        if self.mode != "none":  # Else nothing is promised, so nobody asks for lengths.
+            is_natural = is_whole and num_tokens < question.max_tokens
+            self._lengths.note_end(question.client, num_tokens, is_natural=is_natural)
 
     def _release(self, request_id: str, now_s: float) -> None:
         """Forget an accepted request, and the charges for what is not computed of its prompt."""

@@ -18,6 +18,7 @@ from tandem.conductor.directory import (
     ExpectedBlocks,
     PrefixDirectory,
     cut_to_group,
+    make_finder,
     match_chain,
 )
 from tandem.conductor.estimator import COST_NAMES, StepEstimator
@@ -34,7 +35,12 @@ from tandem.conductor.fleet import (
     Mask,
 )
 from tandem.conductor.policies.policy import Policy, Question
-from tandem.conductor.prediction import TtftParts, predict_delays, predict_tpot, predict_ttft
+from tandem.conductor.prediction import (
+    TtftParts,
+    predict_delays,
+    predict_row_tpot,
+    predict_ttft,
+)
 from tandem.conductor.role_balance import RoleBalance, RoleChange
 from tandem.conductor.routes import Alone, InstanceRef, NoRoute, Pair, Place, Route
 from tandem.core.instance_status import InstanceRole, StepCosts
@@ -141,6 +147,7 @@ class _Choice:
 
 _NO_ROWS: IntColumn = np.zeros(0, np.int64)
 _NO_TIMES: FloatColumn = np.zeros(0)
+_NO_PARTS = TtftParts(_NO_TIMES, _NO_TIMES, _NO_TIMES, _NO_TIMES, _NO_ROWS)
 
 
 @dataclass(slots=True)
@@ -150,9 +157,7 @@ class _Seen:
     is_done: bool = False
     hits: IntColumn = field(default_factory=lambda: _NO_ROWS)
     """Number of leading tokens of the prompt that each row is known to have the KV of."""
-    parts: TtftParts = field(
-        default_factory=lambda: TtftParts(_NO_TIMES, _NO_TIMES, _NO_TIMES, _NO_TIMES, _NO_ROWS)
-    )
+    parts: TtftParts = _NO_PARTS
     """Predicted times to first token of each row."""
 
 
@@ -483,28 +488,18 @@ class Conductor:
         """
         fleet = self.fleet
         hits = np.zeros(fleet.num_rows, np.int64)
+        find_block = make_finder(self.directory, self._expected)
+        find_group = make_finder(self.group, self._expected_group)
         for chain in chains:
             if not fleet.group_depths:
-                match_chain(chain, self._find_block, hits)
+                match_chain(chain, find_block, hits)
                 continue
             found = np.zeros(fleet.num_rows, np.int64)
-            match_chain(chain, self._find_block, found)
+            match_chain(chain, find_block, found)
             for depth in fleet.group_depths:
-                cut_to_group(chain, self._find_group, depth, found, fleet.group_depth == depth)
+                cut_to_group(chain, find_group, depth, found, fleet.group_depth == depth)
             np.maximum(hits, found, out=hits)
         return hits
-
-    def _find_block(self, key: int) -> int:
-        """Return the rows of instances that have or will soon have a block, as the set bits of a
-        number.
-        """
-        return self.directory.find(key) | self._expected.find(key)
-
-    def _find_group(self, key: int) -> int:
-        """Return the rows of instances that have or will soon have the sliding window or the
-        recurrent state at a block's end, as the set bits of a number.
-        """
-        return self.group.find(key) | self._expected_group.find(key)
 
     def count_stored(self, chains: Sequence[Chain]) -> int:
         """Return how many leading tokens of a prompt the store is known to have the KV of."""
@@ -583,7 +578,7 @@ class Conductor:
         if row is None:
             return Decision(choice.route, tpot_s=tpot_s, decode=fleet.name_of(decode))
         parts = seen.parts
-        total_s = parts.total_s[rows]
+        total_s = parts.total_s.take(rows)
         if len(rows) > MAX_CANDIDATES:
             best = total_s.argpartition(MAX_CANDIDATES - 1)[:MAX_CANDIDATES]
             rows, total_s = rows[best], total_s[best]
@@ -633,17 +628,13 @@ class Conductor:
                 self._refusals[row] = self._refusals.get(row, 0) + 1
 
     def _predict_tpot(self, question: Question, choice: "_Choice") -> float:
-        fleet, decode = self.fleet, choice.decode
-        rows = slice(decode, decode + 1)
         # What is queued where its prompt is computed is computed before its first token.
-        return float(
-            predict_tpot(
-                fleet,
-                rows,
-                question.prompt_len,
-                question.max_tokens,
-                has_queue=choice.row != decode,
-            )[0]
+        return predict_row_tpot(
+            self.fleet,
+            choice.decode,
+            question.prompt_len,
+            question.max_tokens,
+            has_queue=choice.row != choice.decode,
         )
 
     def _has_room(self, row: int, question: Question) -> bool:

@@ -10,7 +10,7 @@ The instances that have a block are bits of a Python integer, one for each row o
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from tandem.conductor.fleet import IntColumn, Mask
 
-__all__ = ["Chain", "ExpectedBlocks", "PrefixDirectory", "cut_to_group", "match_chain"]
+__all__ = [
+    "Chain",
+    "ExpectedBlocks",
+    "PrefixDirectory",
+    "cut_to_group",
+    "make_finder",
+    "match_chain",
+]
 
 MAX_KEYS = 1 << 21
 """Largest number of block keys in a directory, at about 150 bytes each; the least recently recorded
@@ -80,6 +87,13 @@ class PrefixDirectory:
         """
         match_chain(chain, self.find, hits)
 
+    @property
+    def holders(self) -> Mapping[int, int]:
+        """From the key of each block to the rows of the instances that have it, as the set bits of
+        a number.
+        """
+        return self._holders
+
     def find(self, key: int) -> int:
         """Return the rows of the instances that have a block, as the set bits of a number."""
         return self._holders.get(key, 0)
@@ -127,12 +141,37 @@ class ExpectedBlocks:
         """
         match_chain(chain, self.find, hits)
 
+    @property
+    def generations(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The younger dictionary and the older one; a key of the younger is not looked up in the
+        older.
+        """
+        return self._young, self._old
+
     def find(self, key: int) -> int:
         """Return the rows of the instances that were last sent a prompt with this block, as the set
         bits of a number.
         """
         rows = self._young.get(key)
         return self._old.get(key, 0) if rows is None else rows
+
+
+def make_finder(directory: PrefixDirectory, expected: ExpectedBlocks) -> Callable[[int], int]:
+    """Return a function that finds the rows of the instances that have a block or will soon have
+    it, as the set bits of a number. It is valid until either argument changes.
+
+    A decision looks up some dozens of keys, so the function reads the dictionaries themselves.
+    """
+    holders = directory.holders
+    young, old = expected.generations
+
+    def find(key: int) -> int:
+        rows = young.get(key)
+        if rows is None:
+            rows = old.get(key, 0)
+        return holders.get(key, 0) | rows
+
+    return find
 
 
 def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> None:
@@ -163,7 +202,10 @@ def match_chain(chain: Chain, find: Callable[[int], int], hits: IntColumn) -> No
             begin, rows = middle, deeper
         if rows:
             length = (begin + 1) * chain.block_size
-            np.maximum(hits, length, out=hits, where=_mark_bits(rows, len(hits)))
+            # Takes a quarter of the time of ``np.maximum`` with a mask.
+            is_raised = _mark_bits(rows, len(hits))
+            is_raised &= hits < length
+            np.putmask(hits, is_raised, length)
 
 
 def cut_to_group(

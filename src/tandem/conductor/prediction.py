@@ -3,18 +3,23 @@ Pure.
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from tandem.conductor.fleet import Fleet, FloatColumn, IntColumn
 
-__all__ = ["Delays", "TtftParts", "predict_delays", "predict_tpot", "predict_ttft"]
+__all__ = [
+    "Delays",
+    "TtftParts",
+    "predict_delays",
+    "predict_row_tpot",
+    "predict_tpot",
+    "predict_ttft",
+]
 
 
-@dataclass(frozen=True, slots=True)
-class TtftParts:
+class TtftParts(NamedTuple):
     """The predicted time to first token by row, in seconds.
 
     Attributes:
@@ -34,11 +39,11 @@ class TtftParts:
     def select(self, rows: IntColumn) -> "TtftParts":
         """Return the parts of the predicted times for these rows of the fleet only."""
         return TtftParts(
-            self.transfer_s[rows],
-            self.queue_s[rows],
-            self.prefill_s[rows],
-            self.total_s[rows],
-            self.prefix_len[rows],
+            self.transfer_s.take(rows),
+            self.queue_s.take(rows),
+            self.prefill_s.take(rows),
+            self.total_s.take(rows),
+            self.prefix_len.take(rows),
         )
 
 
@@ -71,49 +76,76 @@ def predict_ttft(
     budget, known = fleet.max_batch_tokens.astype(np.float64), prefix.astype(np.float64)
     # Each step that computes queued prompts also computes one token of every decoding request
     # there.
-    step_s = step_cost + decode_cost * fleet.num_decoding + kv_cost * fleet.decode_tokens
+    step_s = decode_cost * fleet.num_decoding
+    step_s += step_cost
+    step_s += kv_cost * fleet.decode_tokens
     queued = fleet.queued_tokens
-    queue_s = token_cost * queued + context_cost * fleet.queued_context
+    queue_s = token_cost * queued
+    queue_s += context_cost * fleet.queued_context
     queue_s += np.ceil(queued / budget) * step_s
     fresh = prompt_len - known
-    context = 0.5 * (prompt_len * prompt_len - known * known)
-    prefill_s = token_cost * fresh + context_cost * context + np.ceil(fresh / budget) * step_s
-    return TtftParts(transfer_s, queue_s, prefill_s, transfer_s + queue_s + prefill_s, prefix)
+    prefill_s = token_cost * fresh
+    prefill_s += context_cost * (0.5 * (prompt_len * prompt_len - known * known))
+    prefill_s += np.ceil(fresh / budget) * step_s
+    total_s = transfer_s + queue_s
+    total_s += prefill_s
+    return TtftParts(transfer_s, queue_s, prefill_s, total_s, prefix)
 
 
-def predict_tpot(
-    fleet: Fleet,
-    rows: IntColumn | slice,
-    prompt_len: int,
-    max_tokens: int,
-    *,
-    has_queue: bool = True,
-) -> FloatColumn:
-    """Predict the mean time per token on instances, if each decoded one more request.
+def predict_tpot(fleet: Fleet, prompt_len: int, max_tokens: int) -> FloatColumn:
+    """Predict the mean time per token for the instance of every row of the fleet, whether it serves
+    or not, if it decoded one more request.
 
     Queued prompts are computed between its tokens. Each token waits for at most one full step of
     them, and all tokens together for the whole queue once.
 
     Args:
         fleet: state of the instances; not modified.
-        rows: rows of the instances, as an index of columns.
+        prompt_len: number of tokens that its first decode reads.
+        max_tokens: largest number of tokens that it may generate; half of them are expected.
+    """
+    step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs
+    num_tokens = max(max_tokens / 2, 1.0)
+    decode_s = fleet.num_decoding + 1
+    decode_s *= decode_cost
+    decode_s += step_cost
+    decode_s += kv_cost * (fleet.decode_tokens + (prompt_len + num_tokens / 2))
+    queued = fleet.queued_tokens
+    queue_s = token_cost * queued
+    queue_s += context_cost * fleet.queued_context
+    # Each decode step also waits for its share of the queued prompts' time: the whole queue spread
+    # over the request's tokens, but at most one step full of prompt tokens.
+    share = fleet.max_batch_tokens / np.maximum(queued, 1.0)
+    np.minimum(share, 1.0 / num_tokens, out=share)
+    queue_s *= share
+    decode_s += queue_s
+    return decode_s
+
+
+def predict_row_tpot(
+    fleet: Fleet, row: int, prompt_len: int, max_tokens: int, *, has_queue: bool = True
+) -> float:
+    """Predict the mean time per token on one instance, as ``predict_tpot`` does.
+
+    Args:
+        fleet: state of the instances; not modified.
+        row: row of the instance.
         prompt_len: number of tokens that its first decode reads.
         max_tokens: largest number of tokens that it may generate; half of them are expected.
         has_queue: False if its own prompt is computed there after the queued ones, so that they
             come before its first token.
     """
-    step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs[:, rows]
+    # Computed with Python's numbers: an operation of numpy on one element takes ten times as long.
+    step_cost, token_cost, context_cost, decode_cost, kv_cost = fleet.costs[:, row].tolist()
+    queued, queued_context, num_decoding, decode_tokens = fleet.load[:4, row].tolist()
     num_tokens = max(max_tokens / 2, 1.0)
-    decode_s = step_cost + decode_cost * (fleet.num_decoding[rows] + 1)
-    decode_s += kv_cost * (fleet.decode_tokens[rows] + (prompt_len + num_tokens / 2))
+    decode_s = step_cost + decode_cost * (num_decoding + 1)
+    decode_s += kv_cost * (decode_tokens + (prompt_len + num_tokens / 2))
     if not has_queue:
         return decode_s
-    queued = fleet.queued_tokens[rows]
-    queue_s = token_cost * queued + context_cost * fleet.queued_context[rows]
-    # Each decode step also waits for its share of the queued prompts' time: the whole queue spread
-    # over the request's tokens, but at most one step full of prompt tokens.
-    step_share = fleet.max_batch_tokens[rows] / np.maximum(queued, 1.0)
-    return decode_s + queue_s * np.minimum(step_share, 1.0 / num_tokens)
+    queue_s = token_cost * queued + context_cost * queued_context
+    step_share = int(fleet.max_batch_tokens[row]) / max(queued, 1.0)
+    return decode_s + queue_s * min(step_share, 1.0 / num_tokens)
 
 
 class Delays(NamedTuple):

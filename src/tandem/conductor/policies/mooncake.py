@@ -34,15 +34,15 @@ class MooncakePolicy:
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn, parts: TtftParts
     ) -> int:
         """Return the row of the instance with the least predicted time to first token."""
-        return int(rows[int(parts.total_s[rows].argmin())])
+        return int(rows[int(parts.total_s.take(rows).argmin())])
 
     def choose_decode(
         self, question: Question, fleet: Fleet, rows: IntColumn, hits: IntColumn
     ) -> int:
         """Return the row of the instance with the least predicted time between tokens."""
         # Compute all rows, because selecting rows from each column would take longer.
-        tpot_s = predict_tpot(fleet, slice(None), question.prompt_len, question.max_tokens)
-        return int(rows[int(tpot_s[rows].argmin())])
+        tpot_s = predict_tpot(fleet, question.prompt_len, question.max_tokens)
+        return int(rows[int(tpot_s.take(rows).argmin())])
 
     def note_placed(self, question: Question, row: int) -> None:
         """Do nothing: the policy remembers no decisions."""

@@ -13,7 +13,7 @@ from tandem.conductor.directory import Chain
 from tandem.conductor.fleet import InstanceFacts, Load
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
-from tandem.conductor.prediction import predict_tpot
+from tandem.conductor.prediction import predict_row_tpot
 from tandem.conductor.role_balance import RoleChange
 from tandem.conductor.routes import InstanceRef, Place
 from tandem.core.wire import NO_SLO, AddRequest, Slo, StepRecord
@@ -190,11 +190,10 @@ class Placing:
         fleet = self.conductor.fleet
         row = fleet.find(name)
         assert row is not None, name
-        rows = slice(row, row + 1)
         # The request is already part of the instance's load, so the prediction adds no further
         # tokens.
-        tpot_s = predict_tpot(fleet, rows, 0, request.sampling.max_tokens)
-        return float(tpot_s[0]) > self._late_tpot_s
+        tpot_s = predict_row_tpot(fleet, row, 0, request.sampling.max_tokens)
+        return tpot_s > self._late_tpot_s
 
     def _note_in_store(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         self.conductor.note_in_store(map(cut_key, stored), map(cut_key, removed))
