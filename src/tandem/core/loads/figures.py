@@ -131,9 +131,9 @@ def _find_peak(records: Sequence[RequestRecord], begin: float) -> float:
         if not record.event_times_s:
             continue
         share = record.output_tokens / len(record.event_times_s)
-        for time in record.event_times_s:
-            second = int(time - begin)
-            weights[second] = weights.get(second, 0.0) + share
+        counts = Counter([int(time - begin) for time in record.event_times_s])
+        for second, count in counts.items():
+            weights[second] = weights.get(second, 0.0) + count * share
     return max(weights.values(), default=0.0)
 
 

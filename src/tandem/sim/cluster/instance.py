@@ -66,12 +66,13 @@ class InstanceSetup:
 
 @dataclass(slots=True, eq=False)
 class _Leg:
-    """A request that is live on this instance, with the record of its token times and the callback
-    that gets its outputs.
+    """A request that is live on this instance, with the times of its tokens and the callback that
+    gets its outputs.
     """
 
     request: Request
-    record: RequestRecord
+    times_s: list[float]
+    """Times of the tokens of the request, on all its instances."""
     put: Put
     seed: int
     tokens: tuple[int, ...]
@@ -184,7 +185,8 @@ class SimInstance:
         if message.continuation is not None:
             request.output_ids += message.continuation.token_ids
         self.scheduler.add(request)
-        self._legs[request.request_id] = _Leg(request, record, put, seed, (token,))
+        leg = _Leg(request, record.event_times_s, put, seed, (token,))
+        self._legs[request.request_id] = leg
         self._call()
 
     def continue_request(self, message: ContinueRequest) -> bool:
@@ -362,7 +364,7 @@ class SimInstance:
         end_s = now_s + seconds
         if self.readers:
             self._announce(plan, end_s)
-        if self.tiers is not None:
+        if self.tiers is not None and work.prefill_tokens:
             num_tokens = work.prefill_tokens + work.num_decodes
             self.tiers.note_step(work.prefill_tokens, num_tokens, seconds)
         self._events.call_at(end_s, self._end_step, plan)
@@ -383,23 +385,26 @@ class SimInstance:
         now_s = self._events.now_s
         legs = self._legs
         sampled: dict[str, tuple[int, ...]] = {}
+        begun: list[_Leg] = []
         for sequence in plan.sequences:
-            if sequence.wants_sample:
-                request_id = sequence.request.request_id
-                leg = legs.get(request_id)
-                if leg is None:  # The request was cancelled while the step ran.
-                    sampled[request_id] = (0,)
-                    continue
-                sampled[request_id] = leg.tokens
-                leg.num_sampled += 1
-                leg.record.event_times_s.append(now_s)
+            if not sequence.wants_sample:
+                continue
+            request_id = sequence.request.request_id
+            leg = legs.get(request_id)
+            if leg is None:  # The request was cancelled while the step ran.
+                sampled[request_id] = (0,)
+                continue
+            sampled[request_id] = leg.tokens
+            leg.num_sampled += 1
+            leg.times_s.append(now_s)
+            if not leg.num_given:
+                begun.append(leg)
         ended = self.scheduler.complete(plan, sampled, now_s)
         self._is_running = False
-        for sequence in plan.sequences:
-            if sequence.wants_sample:
-                leg = legs.get(sequence.request.request_id)
-                if leg is not None and leg.num_given == 0 and not leg.request.is_finished:
-                    self._give(leg, None)
+        for leg in begun:
+            is_live = legs.get(leg.request.request_id) is leg
+            if is_live and not leg.request.is_finished:
+                self._give(leg, None)
         for request in ended:
             self._end(request)
         if self.readers:
@@ -452,14 +457,13 @@ class SimInstance:
 
 def _sum_up(plan: StepPlan) -> StepWork:
     """Return the work of a step's plan: the numbers that its time is predicted from."""
-    prefill_tokens = num_decodes = decode_tokens = 0
-    prefill_context = 0.0
-    for sequence in plan.sequences:
-        if sequence.phase is Phase.DECODE:
-            num_decodes += 1
-            decode_tokens += sequence.start
-        else:
-            num_tokens = sequence.num_tokens
-            prefill_tokens += num_tokens
-            prefill_context += num_tokens * (sequence.start + num_tokens / 2)
-    return StepWork(prefill_tokens, prefill_context, num_decodes, decode_tokens)
+    decode = Phase.DECODE
+    starts = [sequence.start for sequence in plan.sequences if sequence.phase is decode]
+    prefill_tokens, prefill_context = 0, 0.0
+    if len(starts) < len(plan.sequences):
+        for sequence in plan.sequences:
+            if sequence.phase is not decode:
+                num_tokens = sequence.num_tokens
+                prefill_tokens += num_tokens
+                prefill_context += num_tokens * (sequence.start + num_tokens / 2)
+    return StepWork(prefill_tokens, prefill_context, len(starts), sum(starts))

@@ -16,6 +16,10 @@ from tandem.placement.shape import ModelShape
 
 __all__ = ["Calibration", "LearntSteps", "PlannedSteps", "StepModel", "StepWork"]
 
+KNOTS = (0, *(1 << number for number in range(1, 32)))
+"""Contexts in tokens at which step times are computed; between two of them they are
+interpolated."""
+
 
 class StepWork(NamedTuple):
     """The work of one step: the numbers from which its time is predicted."""
@@ -125,17 +129,14 @@ class PlannedSteps:
     ) -> float:
         values = known.get(count)
         if values is None:
-            values = known[count] = [None] * 32
-        # Step times are computed at contexts of 0, 2, 4, 8, ... tokens; between two of them the
-        # time is interpolated.
+            values = known[count] = [None] * len(KNOTS)
         low = max(math.frexp(context)[1] - 1, 0)
-        start = values[low]
+        first, last = KNOTS[low], KNOTS[low + 1]
+        start, end = values[low], values[low + 1]
         if start is None:
-            start = values[low] = self._evaluate(known, count, _knot(low))
-        end = values[low + 1]
+            start = values[low] = self._evaluate(known, count, first)
         if end is None:
-            end = values[low + 1] = self._evaluate(known, count, _knot(low + 1))
-        first, last = _knot(low), _knot(low + 1)
+            end = values[low + 1] = self._evaluate(known, count, last)
         return start + (end - start) * (context - first) / (last - first)
 
     def _evaluate(self, known: object, count: int, context: int) -> float:
@@ -143,7 +144,3 @@ class PlannedSteps:
         if known is self._decodes:
             return decode_time(*arguments, users=count, context=context).seconds
         return chunk_time(*arguments, tokens=count, context=context).seconds
-
-
-def _knot(number: int) -> int:
-    return 0 if number == 0 else 1 << number
