@@ -7,6 +7,7 @@ lower tier. Mutants at the end show that its runner does notice what it is there
 import random
 from itertools import product
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -321,7 +322,8 @@ class StaleTables(Scheduler):
         before = {s.request.request_id: s.block_table for s in plan.sequences}
         is_left = super().settle(plan)
         plan.sequences = [
-            s._replace(block_table=before[s.request.request_id]) for s in plan.sequences
+            msgspec.structs.replace(s, block_table=before[s.request.request_id])
+            for s in plan.sequences
         ]
         return is_left
 

@@ -386,6 +386,8 @@ def test_a_peer_that_stops_before_the_first_call_is_lost(world):
     with child(SERVER) as (process, address):
         segment = taker.open(address)
         os.kill(process.pid, signal.SIGSTOP)
+        # Its threads run on until each has taken the signal, and might still answer.
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         # Not DeadlineError: the lease ends first.
         thread, outcome = call_in_thread(taker, segment, b"hello", deadline_s=60)
         seen = observe({*list_threads() - before, str(thread.native_id)}, until=outcome.__len__)
