@@ -140,7 +140,6 @@ def test_what_a_step_frees_is_returned():
     assert int(result.stdout) > 31 << 20
 
 
-@pytest.mark.slow  # Where a run does not fit, below, what it keeps is simulated too.
 def test_checkpointing_keeps_less_and_computes_more(adapt):
     """The two sides of gradient_checkpointing."""
 

@@ -72,7 +72,10 @@ def fork(code: str, arguments: list[str], output: Path, timeout_s: float = 180.0
     try:
         parent.stdin.write(json.dumps([code, arguments, str(output)]) + "\n")
         parent.stdin.flush()
-        return int(parent.stdout.readline())
+        if not (line := parent.stdout.readline()):
+            _start.cache_clear()
+            raise TimeoutError(f"the child took more than {timeout_s} s, or its parent died")
+        return int(line)
     finally:
         watchdog.cancel()
         watchdog.join()

@@ -77,6 +77,27 @@ def test_a_request_costs_the_same_beside_few_and_many_others():
     assert count_calls(160) < 1.5 * count_calls(20)
 
 
+def test_a_connection_whose_opening_was_cancelled_is_not_used():
+    """httpcore's pool counts one as in use for ever that was cancelled before its request."""
+
+    async def send(url, num_turns):
+        client = LoadClient(Target(base_url=url, model="scripted", timeout_s=5.0))
+        opening = asyncio.ensure_future(client._open_connections(1))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        opening.cancel()  # As its time limit does.
+        await asyncio.gather(opening, return_exceptions=True)
+        try:
+            return await client.run(plain(1), [0.0])
+        finally:
+            await client.close()
+
+    with Script() as script:
+        for num_turns in range(20):  # Of the event loop, which are all that an opening takes.
+            (record,) = asyncio.run(send(script.url, num_turns))
+            assert record.error == ""
+
+
 def test_events_are_counted_where_there_is_no_usage():
     with Script() as script:
         script.has_usage = False

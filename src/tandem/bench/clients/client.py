@@ -104,10 +104,9 @@ class LoadClient:
             client = self._free.pop()
         else:
             self._clients.append(client := self._make_client())
-        try:
-            yield client
-        finally:
-            self._free.append(client)
+        # Not after a cancellation: the pool may count its connection as in use for ever.
+        yield client
+        self._free.append(client)
 
     async def close(self) -> None:
         """Close the connections."""
