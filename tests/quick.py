@@ -11,8 +11,7 @@ __all__ = ["rest_slow"]
 def rest_slow(quick: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """Return a test's parameters, of which those that are not among ``quick`` are slow.
 
-    The quick ones have each value of every axis, and the pairs of values that meet in a branch of
-    the code; ``make test-slow`` runs all.
+    ``make test`` runs the quick ones alone, ``make test-slow`` all.
 
     Args:
         quick: cases, each of which must be among ``cases``: one that is renamed is not lost.

@@ -193,7 +193,7 @@ def test_coded_kv_serves_and_is_shared(kv_dtype, build):
     assert again == first
 
 
-@pytest.mark.slow  # tests/models/planning/test_identity.py compares identities field by field.
+@pytest.mark.slow  # tests/core/test_kv_identity.py compares identities field by field.
 def test_other_kv_has_other_keys(build):
     wishes = [("bfloat16",), ("float32",), ("int8",), ("fp8",)]
     roots = [build(*wish).identity.root_key() for wish in wishes]

@@ -110,8 +110,10 @@ class LoadClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        for client in self._clients:
-            await client.aclose()
+        async with contextlib.AsyncExitStack() as closing:
+            # The rest is closed even if one fails.
+            for client in self._clients:
+                closing.push_async_callback(client.aclose)
 
     async def find_model(self) -> str:
         """Return the model that requests name: the target's, or else the first that the server
