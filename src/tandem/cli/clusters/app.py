@@ -1,6 +1,7 @@
 """The application of ``tandem cluster``, with its commands."""
 
 import typer
+import typer.core
 
 from tandem.cli.clusters.describing import render, up
 from tandem.cli.clusters.instances import (
@@ -47,5 +48,22 @@ def _root(
     json: JsonFlag = False,
 ) -> None:
     """List and change the instances of a running server; start the processes of a cluster."""
-    if context.invoked_subcommand is None:
+    name = context.invoked_subcommand
+    if name is None:
         show(url, api_key, json=json)
+        return
+    # What stands before the command's name is given to the command, which has the same options: a
+    # `remove` must not ask another server than the one named.
+    given = [
+        each
+        for each in context.command.get_params(context)
+        if each.name in context.params
+        and getattr(context.get_parameter_source(each.name), "name", "") != "DEFAULT"
+    ]
+    assert isinstance(context.command, typer.core.TyperGroup)
+    taken = {each.name for each in context.command.commands[name].get_params(context)}
+    for each in given:
+        if each.name not in taken:
+            what = f"`cluster {name}` asks no server and has no {each.opts[0]}"
+            raise typer.BadParameter(what, ctx=context)
+    context.default_map = {name: {str(each.name): context.params[str(each.name)] for each in given}}
