@@ -9,12 +9,24 @@ from tandem.core.loads.traces import TraceRow
 
 
 def draw_trace(count):
-    """Return conversations of three turns, mixed; hash 0 is what all requests begin with."""
+    """Return conversations of three turns, mixed; hash 0 is what all requests begin with.
+
+    Ids are numbered by first appearance. A long prompt before each conversation makes the second id
+    of the conversation a multiple of 800, by which slices choose.
+    """
     rows = []
+    talks = [[0] for _ in range(count // 3)]
+    num_ids = 1
     for number in range(count):
-        talk, turn = number % (count // 3), number // (count // 3)
-        ids = [0, *(800 * (talk + 1) + part for part in range(2 * (turn + 1)))]
-        rows.append(TraceRow(number * 500.0, 512 * len(ids), 16, ids))
+        talk = talks[number % len(talks)]
+        if len(talk) == 1:
+            last = -(-num_ids // 800) * 800
+            others = range(num_ids, last)
+            rows.append(TraceRow(number * 500.0, 512 * (1 + len(others)), 16, [0, *others]))
+            num_ids = last
+        talk += [num_ids, num_ids + 1]
+        num_ids += 2
+        rows.append(TraceRow(number * 500.0, 512 * len(talk), 16, list(talk)))
     return rows
 
 
@@ -40,7 +52,7 @@ def test_cases_at_toy_size(tmp_path):
     trace.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in draw_trace(18)))
     cases = make_live_cases(trace, quick=True)
     records = list(run_cases("conductor", cases, budget_s=0.1, rounds=1))
-    assert [record.check for record in records] == ["ok"] * 6
+    assert [record.check for record in records] == ["ok"] * len(cases)
     assert all(record.ours is not None for record in records)
     by_metric = {record.case.split("metric=")[1].split()[0]: record for record in records}
     assert 0 < by_metric["hits"].ours < 1
