@@ -8,6 +8,7 @@ called from any thread.
 import asyncio
 import concurrent.futures
 import contextlib
+import os
 import threading
 import uuid
 from collections.abc import (
@@ -88,9 +89,53 @@ class Output(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
 
 
+class _Opened:
+    """The models of this process that are open, which it closes when it ends.
+
+    A thread waits for the main thread and for all others that Python waits for at its end, and then
+    closes them. ``atexit`` would be too late: since 3.12 no thread starts there, and the pools that
+    serve a request have ended.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._models: set[LLM] = set()
+        self._closer: threading.Thread | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def add(self, model: "LLM") -> None:
+        with self._lock:
+            self._models.add(model)
+            if self._closer is None:
+                self._closer = threading.Thread(target=self._close, name="llm-closer")
+                self._closer.start()
+
+    def discard(self, model: "LLM") -> None:
+        with self._lock:
+            self._models.discard(model)
+
+    def _close(self) -> None:
+        threading.main_thread().join()
+        own = threading.current_thread()
+        for thread in threading.enumerate():
+            if thread is not own and not thread.daemon:
+                thread.join()
+        with self._lock:
+            models = list(self._models)
+        for model in models:
+            model.close()
+
+    def _forget(self) -> None:
+        # A forked process has neither the loop's thread nor the instances: a call would wait for
+        # ever.
+        for model in self._models:
+            model._is_closed = True
+        self._lock, self._models, self._closer = threading.Lock(), set(), None
+
+
 class LLM:
     """A model with instances of its own that serve it. A context manager; ``close`` ends the
-    instances.
+    instances, as does the end of the program's threads; handlers of ``atexit`` find it closed.
 
     Args:
         model: a folder, GGUF file, hub id or `demo`.
@@ -115,8 +160,11 @@ class LLM:
         self._pending: set[concurrent.futures.Future[Any]] = set()
         self._calls: set[asyncio.Task[Any]] = set()
         """Calls that have begun and not ended; used on the loop's thread only."""
+        self._streams: set[AsyncGenerator[Delta, None]] = set()
+        """Answers that are being read; closed before the engine, each by one caller."""
         self._opened = contextlib.AsyncExitStack()
         self._thread = LoopThread("llm")
+        _opened.add(self)
         try:
             self._context = self._call(self._open())
         except BaseException:
@@ -141,6 +189,7 @@ class LLM:
                 future.cancel()
             self._thread.run(self._close())
             self._thread.close()
+        _opened.discard(self)
 
     def generate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Output]:
         """Generate a continuation of each prompt, all at the same time; return when all are
@@ -165,12 +214,13 @@ class LLM:
         iterator cancels the rest.
         """
         deltas = self._deltas(_read_completion(prompts, sampling))
+        self._streams.add(deltas)
         try:
             while (delta := self._call(_next(deltas))) is not None:
                 yield delta
         finally:
             if not self._is_closed:
-                self._call(deltas.aclose())
+                self._call(self._end_stream(deltas))
 
     async def agenerate(self, prompts: str | Sequence[Any], **sampling: Any) -> list[Output]:
         """Do the same as ``generate``, without blocking the event loop."""
@@ -183,12 +233,13 @@ class LLM:
     async def astream(self, prompts: str | Sequence[Any], **sampling: Any) -> AsyncIterator[Delta]:
         """Do the same as ``stream``, without blocking the event loop."""
         deltas = self._deltas(_read_completion(prompts, sampling))
+        self._streams.add(deltas)
         try:
             while (delta := await self._await(_next(deltas))) is not None:
                 yield delta
         finally:
             if not self._is_closed:
-                await self._await(deltas.aclose())
+                await self._await(self._end_stream(deltas))
 
     async def _open(self) -> ServerContext:
         launchers: list[ProcessLauncher] = []
@@ -212,7 +263,13 @@ class LLM:
         own = asyncio.current_task()
         calls = [task for task in self._calls if task is not own]
         await asyncio.gather(*calls, return_exceptions=True)
+        for deltas in list(self._streams):
+            await self._end_stream(deltas)
         await self._opened.aclose()
+
+    async def _end_stream(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        self._streams.discard(deltas)
+        await deltas.aclose()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         """Start a coroutine on the loop's thread; return its future. Raises: PeerLostError (the
@@ -309,6 +366,9 @@ class LLM:
                     logprobs=list(piece.logprobs),
                     finish_reason=piece.finish_reason,
                 )
+
+
+_opened = _Opened()
 
 
 async def _never_gone() -> Any:
