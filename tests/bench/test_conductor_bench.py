@@ -52,7 +52,7 @@ def test_cases_at_toy_size(tmp_path):
     trace.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in draw_trace(18)))
     cases = make_live_cases(trace, quick=True)
     records = list(run_cases("conductor", cases, budget_s=0.1, rounds=1))
-    assert [record.check for record in records] == ["ok"] * len(cases)
+    assert [record.check for record in records] == ["ok"] * 9
     assert all(record.ours is not None for record in records)
     by_metric = {record.case.split("metric=")[1].split()[0]: record for record in records}
     assert 0 < by_metric["hits"].ours < 1
