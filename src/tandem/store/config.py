@@ -96,8 +96,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str, Meta(max_length=200, description="Which hosts are near; empty = the host name.")
     ] = ""
     listen: Annotated[
-        tuple[str, ...], Meta(description="Addresses for the bytes, host:port; port 0 = any.")
-    ] = ("127.0.0.1:0",)
+        tuple[str, ...],
+        Meta(
+            description="Addresses of a master or host for the bytes, host:port; port 0 = any; "
+            "empty = any port of the interface that the master is reached at."
+        ),
+    ] = ()
     transports: Annotated[
         tuple[Literal["local", "shm", "cma", "tcp"], ...],
         Meta(description="Ways for the bytes; the fastest that reaches is taken."),

@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from typing import Any, Generic, TypeVar
 
 from tandem.core.errors import (
     DeadlineError,
@@ -83,11 +83,15 @@ class _BlockingCalls(MasterCalls):
 
     async def gather(self, *work: Coroutine[Any, Any, T]) -> "list[T | BaseException]":
         results: list[T | BaseException] = []
-        for each in work:
-            try:
-                results.append(await each)
-            except Exception as error:  # noqa: BLE001 - as asyncio.gather
-                results.append(error)
+        try:
+            for each in work:
+                try:
+                    results.append(await each)
+                except Exception as error:  # noqa: BLE001 - as asyncio.gather
+                    results.append(error)
+        finally:
+            for each in work[len(results) :]:  # An interrupt leaves these.
+                each.close()
         return results
 
     async def compute(self, function: Callable[[], T]) -> T:
@@ -118,18 +122,27 @@ class _BlockingCalls(MasterCalls):
         with contextlib.suppress(*LOST_ERRORS):
             begun = self._channel.begin_threadsafe(method, request, response, timeout_s=timeout_s)
 
-        async def wait() -> T:
-            if begun is not None:
-                try:
-                    return begun.wait(self.left_s(deadline_s))
-                except LOST_ERRORS as error:
-                    # The call's outcome is unknown after such an error. Repeat it by the event
-                    # loop: a request that arrives twice is harmless.
-                    logger.debug("event=call_again method=%s reason=%s", method, error)
-            again = self._loop_calls.call(method, request, response, deadline_s, extra_s=extra_s)
-            return run_threadsafe(again, self._loop, self.left_s(deadline_s))
+        return _Answer(self, begun, (method, request, response), deadline_s, extra_s)
 
-        return wait()
+    def wait(
+        self,
+        begun: "BegunCall[T] | None",
+        call: tuple[str, object, type[T]],
+        deadline_s: float,
+        extra_s: float,
+    ) -> T:
+        """Wait for the answer to a call, and make it by the event loop if it did not begin here or
+        its outcome is unknown.
+        """
+        if begun is not None:
+            try:
+                return begun.wait(self.left_s(deadline_s))
+            except LOST_ERRORS as error:
+                # A request that arrives twice is harmless.
+                logger.debug("event=call_again method=%s reason=%s", call[0], error)
+        left_s = self.left_s(deadline_s)  # Its error must not leave a coroutine behind.
+        again = self._loop_calls.call(*call, deadline_s, extra_s=extra_s)
+        return run_threadsafe(again, self._loop, left_s)
 
     async def tell(self, method: str, request: object, response: type[Any]) -> None:
         # Have the event loop send the message, and do not wait for that, since the caller's
@@ -146,3 +159,24 @@ class _BlockingCalls(MasterCalls):
 
     async def aclose(self) -> None:
         """Do nothing, since this client has no background tasks."""
+
+
+class _Answer(Generic[T]):
+    """The answer to a call that has begun, to be awaited on the thread that began it. Unlike a
+    coroutine it may be dropped, as an interrupt between both does.
+    """
+
+    def __init__(
+        self,
+        calls: _BlockingCalls,
+        begun: "BegunCall[T] | None",
+        call: tuple[str, object, type[T]],
+        deadline_s: float,
+        extra_s: float,
+    ) -> None:
+        self._arguments = begun, call, deadline_s, extra_s
+        self._calls = calls
+
+    def __await__(self) -> Generator[None, None, T]:
+        yield from ()
+        return self._calls.wait(*self._arguments)

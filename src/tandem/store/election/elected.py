@@ -9,7 +9,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Generic, Protocol, TypeVar
 
 from tandem.core.errors import PeerLostError, TandemError
@@ -199,7 +199,8 @@ class ElectedMaster(Generic[M]):
             is_kept = isinstance(answer, Kept)
             if is_kept or asyncio.iscoroutine(answer):
                 is_answered = False
-                work = self._finish(name, begin_s, master, answer.work if is_kept else answer)
+                work = answer.work if is_kept else answer
+                work = _Finished(work, functools.partial(self._finish, name, begin_s, master))
                 return Kept(work) if is_kept else work
             self._check_leads(master)
             return answer
@@ -207,15 +208,10 @@ class ElectedMaster(Generic[M]):
             if is_answered:
                 self._observe(name, begin_s)
 
-    async def _finish(
-        self, name: str, begin_s: float, master: M, work: Coroutine[Any, Any, Any]
-    ) -> Any:
-        try:
-            answer = await work
+    def _finish(self, name: str, begin_s: float, master: M, *, is_answered: bool) -> None:
+        self._observe(name, begin_s)
+        if is_answered:
             self._check_leads(master)
-            return answer
-        finally:
-            self._observe(name, begin_s)
 
     def _observe(self, name: str, begin_s: float) -> None:
         self.counters.observe(name, time.perf_counter() - begin_s)
@@ -223,3 +219,42 @@ class ElectedMaster(Generic[M]):
     def _check_leads(self, master: M | None = None) -> None:
         if not self.is_leader or (master is not None and master is not self.master):
             raise self._describe()
+
+
+class _Finished(Coroutine[Any, Any, Any]):
+    """A handler's work with ``end`` after it, which is told whether it has an answer, and may raise
+    an error instead.
+
+    To close this before it has begun closes the work as well. A coroutine with the work as an
+    argument would leave it behind, never awaited, when a call is cancelled before its turn.
+    """
+
+    def __init__(self, work: Coroutine[Any, Any, Any], end: Callable[..., None]) -> None:
+        self._work = work
+        self._steps = self._run(end)
+
+    def _run(self, end: Callable[..., None]) -> Generator[Any, Any, Any]:
+        try:
+            answer = yield from self._work.__await__()
+        except BaseException:
+            end(is_answered=False)
+            raise
+        end(is_answered=True)
+        return answer
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._steps
+
+    def send(self, value: Any) -> Any:
+        return self._steps.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._steps.throw(*error)
+        except BaseException:
+            self._work.close()  # If this had not begun, the work has not either.
+            raise
+
+    def close(self) -> None:
+        self._steps.close()
+        self._work.close()

@@ -12,6 +12,7 @@ from tandem.store.config import StoreConfig
 from tandem.store.election import LeaderClient
 from tandem.store.ports import TransferClientPort
 from tandem.store.services.connect import (
+    LOOPBACK,
     find_endpoints,
     identify,
     make_client_maker,
@@ -41,7 +42,9 @@ class ClientService(Service):
         config = self._config
         name = config.name or f"{socket.gethostname()}:{os.getpid()}"
         identity = identify(name, "store_client")
-        self._engine = make_engine(config, self._urls[0], name, ())
+        # A client listens as well: the owner of shared memory on the same machine asks its users to
+        # unmap it.
+        self._engine = make_engine(config, self._urls[0], name, (LOOPBACK,))
         opening.push_async_callback(asyncio.to_thread, self._engine.close, deadline_s=2.0)
         lanes = LaneRouter(EngineLanes(self._engine), accepts=False)
         self._channel = LeaderClient(

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,8 +32,11 @@ from tandem.store.messages import StoreStatus
 from tandem.transfer import TransferConfig, TransferEngine
 
 __all__ = [
+    "LOOPBACK",
     "auth_for",
     "check_version",
+    "choose_host_address",
+    "choose_master_address",
     "default_folder",
     "find_endpoints",
     "identify",
@@ -44,12 +49,15 @@ __all__ = [
     "watch_master",
 ]
 
+logger = logging.getLogger(__name__)
+
 STORE_VERSION = 1
 """Version of the messages. Versions that differ by one are compatible, since a new version only
 adds.
 """
 MAX_RECONNECT_MS = 250
 """Longest pause in milliseconds between reconnects, so that hosts find a restarted master soon."""
+LOOPBACK = "127.0.0.1:0"
 STATUS_EVERY_S = 2.0
 """Seconds between two status requests, the interval at which a server's page reads the status."""
 
@@ -204,19 +212,57 @@ def make_client_maker(
     return make
 
 
+def choose_master_address(url: str) -> str:
+    """Return where a master listens for bytes and calls by lanes unless settings say it: the
+    interface of its endpoint ``url``, at a free port.
+    """
+    endpoint = parse_endpoint(url)
+    if endpoint.is_local_socket:
+        return LOOPBACK
+    if endpoint.host in ("*", "0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        # None of its interfaces is the one that others reach it by.
+        logger.warning(
+            "event=lanes_on_loopback endpoint=%s: callers on other machines use the socket, which "
+            "is slower: give --store.listen HOST:0",
+            url,
+        )
+        return LOOPBACK
+    return _join(endpoint.host, 0)
+
+
+def choose_host_address(url: str) -> str:
+    """Return where a host listens for bytes unless settings say it: the interface by which this
+    machine reaches the master at ``url``, at a free port. Sends nothing.
+    """
+    endpoint = parse_endpoint(url)
+    if endpoint.is_local_socket or endpoint.is_loopback:
+        return LOOPBACK
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return _join(probe.getsockname()[0], 0)
+    except OSError:
+        return LOOPBACK  # The connection to the master will tell what is wrong with the address.
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def make_engine(
     config: StoreConfig, url: str, name: str, listen: tuple[str, ...]
 ) -> TransferEngine:
     """Return the transfer engine by which this process of a store moves values. The caller closes
     it.
     """
-    # Clients listen as well: the owner of shared memory on the same machine asks its users to unmap
-    # it.
     return TransferEngine(
         TransferConfig(
             name=name,
             secret=read_transfer_secret(config, url),
-            listen=listen or ("127.0.0.1:0",),
+            listen=listen,
             transports=config.transports,
             deadline_ms=config.deadline_ms,
         )

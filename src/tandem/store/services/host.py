@@ -15,6 +15,7 @@ from tandem.store.election import LeaderClient
 from tandem.store.host import DiskFolder, DiskTier, HostSegment, StoreHost
 from tandem.store.ports import TransferHostPort
 from tandem.store.services.connect import (
+    choose_host_address,
     find_endpoints,
     identify,
     make_client_maker,
@@ -85,7 +86,8 @@ class HostService(Service):
             what = f"cannot make {path}: {error.strerror or error}: give another folder"
             raise ConfigError("store.host", what, field="store.segment_dir") from error
         opening.push_async_callback(to_thread, segment.close, remove=not self._is_kept)
-        engine = make_engine(config, self._urls[0], self._name, config.listen)
+        listen = config.listen or (choose_host_address(self._urls[0]),)
+        engine = make_engine(config, self._urls[0], self._name, listen)
         opening.push_async_callback(to_thread, engine.close, deadline_s=2.0)
         port = TransferHostPort(engine, segment)
         disk = await self._open_disk(segment, engine, opening)

@@ -31,6 +31,7 @@ from tandem.store.metrics import Figures, StoreCounters, list_families
 from tandem.store.services.connect import (
     auth_for,
     check_version,
+    choose_master_address,
     find_endpoints,
     identify,
     make_engine,
@@ -126,7 +127,8 @@ class MasterService(Service):
 
     async def _start(self, opening: contextlib.AsyncExitStack) -> None:
         config, url = self._config, self._url
-        engine = make_engine(config, url, "store master", config.listen)
+        listen = config.listen or (choose_master_address(url),)
+        engine = make_engine(config, url, "store master", listen)
         opening.push_async_callback(asyncio.to_thread, engine.close, deadline_s=2.0)
         self._server = RpcServer(
             url,
