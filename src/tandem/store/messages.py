@@ -11,6 +11,7 @@ import msgspec
 
 __all__ = [
     "ON_DISK",
+    "UNREADABLE",
     "Ack",
     "Change",
     "CloseWriter",
@@ -201,12 +202,19 @@ waits for such an object.
 """
 
 
+UNREADABLE = -2
+"""Size that ``Located`` tells of an object whose hosts are all lost, to callers that ask for sizes
+alone."""
+
+
 class Located(msgspec.Struct, frozen=True):
     """The answer to ``LocateObjects``, as packed columns: encoding costs little for each key."""
 
     columns: bytes
     """Four int64 columns, little-endian, concatenated: size, checksum, host, offset of each key.
-    Size -1: there is no such object. Host -1: all its hosts are lost, or the value is empty.
+    Size -1: there is no such object. Host -1: all its hosts are lost, or the value is empty. A
+    request without a lease gets the column of sizes alone, with ``UNREADABLE`` for an object whose
+    hosts are all lost.
     """
     endpoints: list[Endpoint]
     lease_ms: int

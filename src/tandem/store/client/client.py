@@ -33,10 +33,11 @@ from tandem.store.client.location_cache import LocationCache
 from tandem.store.client.master_calls import MasterCalls
 from tandem.store.client.options import DEFAULT_OPTIONS, PutOptions, PutResult, take_only
 from tandem.store.client.put_batch import Items, PutBatch, is_inline
-from tandem.store.client.reading import ObjectReader, not_found
+from tandem.store.client.reading import ObjectReader, hosts_lost, not_found
 from tandem.store.config import StoreConfig
 from tandem.store.interfaces import ClientPort, MasterChannel
 from tandem.store.messages import (
+    UNREADABLE,
     Ack,
     DrainHost,
     FloorSet,
@@ -173,8 +174,8 @@ class AsyncStoreClient:
             value: bytes, array ...; a list or tuple of such is stored as one, in order.
             options: replicas, pins and placement.
 
-        Returns: CREATED; EXISTS if the key has an object already, which stays; REPLACED with
-            upsert.
+        Returns: CREATED; EXISTS if the key has a readable object already, which stays; REPLACED
+            with upsert.
         Raises: CapacityError when there is no space in time, with advice; ConfigError beyond a
             limit; PeerLostError or DeadlineError when master or hosts do not answer.
         """
@@ -340,7 +341,10 @@ class AsyncStoreClient:
         return list(map(bool, found.flags))
 
     async def size(self, key: str) -> int:
-        """Return the size of a value in bytes. Raises: NotFoundError (the key has no object)."""
+        """Return the size of a value in bytes.
+
+        Raises: NotFoundError (the key has no object); PeerLostError (all hosts of it are lost).
+        """
         return take_only(await self.size_many([key]))
 
     async def size_many(self, keys: Sequence[str]) -> "list[int | TandemError]":
@@ -352,7 +356,8 @@ class AsyncStoreClient:
         sizes = struct.unpack_from(f"<{len(keys)}q", located.columns)
         sized = zip(keys, sizes, strict=True)
         return [
-            size if size >= 0 else not_found(key) for key, size in self._within(sized, deadline_s)
+            size if size >= 0 else hosts_lost(key) if size == UNREADABLE else not_found(key)
+            for key, size in self._within(sized, deadline_s)
         ]
 
     async def remove(self, key: str) -> bool:

@@ -25,7 +25,7 @@ from tandem.store.client.master_calls import FIRST_RETRY_S, MIN_TIMEOUT_S, RETRY
 from tandem.store.interfaces import ClientPort, Piece
 from tandem.store.messages import ON_DISK, Ack, Located, LocateObjects, ReportBadReplica
 
-__all__ = ["ObjectReader", "not_found"]
+__all__ = ["ObjectReader", "hosts_lost", "not_found"]
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class ObjectReader:
                 )
             else:
                 read.again.append(i)
-                read.causes[i] = PeerLostError("store.get", f"all hosts of {key!r} are lost")
+                read.causes[i] = hosts_lost(key)
 
     async def _wait(self, read: _Read) -> list[int]:
         """Wait before the failed objects are looked up again, and return their indexes."""
@@ -348,3 +348,8 @@ class ObjectReader:
 def not_found(key: str) -> NotFoundError:
     """Return the error for a key without an object."""
     return NotFoundError("store.get", f"no object {key!r}", field="key")
+
+
+def hosts_lost(key: str) -> PeerLostError:
+    """Return the error for an object that no present host has."""
+    return PeerLostError("store.get", f"all hosts of {key!r} are lost")

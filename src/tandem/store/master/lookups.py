@@ -12,6 +12,7 @@ from tandem.store.master.state.index import NO_ROW
 from tandem.store.master.state.state import StoreState
 from tandem.store.messages import (
     ON_DISK,
+    UNREADABLE,
     KeyBytes,
     KeyList,
     KeyPage,
@@ -78,14 +79,19 @@ class Lookups:
         """Return the answer to a lookup of sizes only: no places of the objects, and no leases on
         them.
         """
-        directory, hidden = self._state.directory, self._state.wipes.hidden
+        state, directory, hidden = self._state, self._state.directory, self._state.wipes.hidden
         rows = [NO_ROW if key in hidden else directory.find(key) for key in keys]
-        sizes = [-1 if row == NO_ROW else directory.size[row] for row in rows]
-        num_missing = rows.count(NO_ROW)
-        self._state.counters.hits += len(rows) - num_missing
-        self._state.counters.misses += num_missing
+        live = directory.num_live
+        sizes = [
+            -1 if row == NO_ROW else directory.size[row] if live[row] else UNREADABLE
+            for row in rows
+        ]
+        missing = [key for key, size in zip(keys, sizes, strict=True) if size < 0]
+        state.counters.hits += len(rows) - len(missing)
+        state.counters.misses += len(missing)
         columns = struct.pack(f"<{len(sizes)}q", *sizes)
-        return Located(columns, [], 0, is_recovering=num_missing > 0 and self._can_come(keys))
+        is_unsure = bool(missing) and (self._can_come(missing) or state.is_unsure(missing))
+        return Located(columns, [], 0, is_recovering=is_unsure)
 
     def _decide(
         self,

@@ -417,7 +417,8 @@ class PutBatch:
                     replaced.append(going)
                 row = directory.find(self.keys[i])
                 if row != NO_ROW:
-                    statuses[i] = CommitStatus.REPLACED
+                    if directory.num_live[row]:
+                        statuses[i] = CommitStatus.REPLACED
                     replaced += self._departures.drop_row(row)
         rows: dict[int, int] = {}
         # Insert in reverse order, since ``add_replica`` puts a copy in front: the first host of
