@@ -95,6 +95,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_body_bytes: Annotated[
         int, Meta(ge=1024, le=2**32, description="Largest request body; more is answered 413.")
     ] = 8 * 2**20
+    head_timeout_s: Annotated[
+        float,
+        Meta(gt=0, le=3600, description="Seconds a client may take to send a request's head."),
+    ] = 30.0
     body_timeout_s: Annotated[
         float, Meta(gt=0, le=3600, description="Seconds a client may take to send a body.")
     ] = 30.0

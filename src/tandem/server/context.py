@@ -331,11 +331,16 @@ class ServerContext:
         Raises:
             DeadlineError: it was not finished in time.
             ClientGoneError: the client left.
+            ConfigError: a value of the body is nested deeper than Python's stack.
             TandemError: errors of ``work``.
         """
         async with limit_time(self.find_time_left(origin, timeout_s)):
             running = self.encoder.threads.run(work, http.state.body_bytes, *args)
-            return await run_while_connected(http.receive, running)
+            try:
+                return await run_while_connected(http.receive, running)
+            except RecursionError as error:
+                what = "a value of the body is nested too deep"
+                raise ConfigError("server.prepare", what) from error
 
     async def shape(self, size_bytes: int, work: Callable[[], _T]) -> _T:
         """Run a function that makes an answer: on the worker threads if the answer is long,

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from tandem.core.errors import ConfigError
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
-from tandem.server.edge.bounded_connection import BoundedConnection
+from tandem.server.edge.bounded_connection import make_connection_class
 
 __all__ = ["RunningServer", "open_listener", "run_server"]
 
@@ -104,7 +104,7 @@ async def run_server(
     listener = open_listener(config) if listener is None else listener
     settings = uvicorn.Config(
         app,
-        http=BoundedConnection,
+        http=make_connection_class(config.head_timeout_s),
         ws="none",
         lifespan="on",
         log_config=None,

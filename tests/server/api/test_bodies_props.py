@@ -6,12 +6,16 @@ engine holds nothing.
 """
 
 import json
+import re
 
 import pytest
+import requests
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from serving import WAIT_S, wait_until
 
 from tandem.core.errors import ConfigError, TandemError
+from tandem.server.api.endpoints import list_endpoints
 from tandem.server.protocol.decode import decode_body
 from tandem.server.protocol.ollama import OllamaChatRequest
 from tandem.server.protocol.openai import ChatRequest, CompletionRequest, SamplingFields
@@ -142,3 +146,32 @@ def test_the_named_field_is_the_wrong_one(name, value):
     except ConfigError as error:
         assert error.field is not None
         assert error.field.split(".")[0].split("[")[0] == name
+
+
+@pytest.mark.parametrize("depth", [500, 3000])
+def test_json_in_a_text_that_is_nested_too_deep_is_refused(shared, depth):
+    """Python reads it by recursion, which ends in an error that is not ``ValueError``."""
+    schema = '{"anyOf":[' * depth + '{"type":"string"}' + "]}" * depth
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": schema}}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    items = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": schema}]
+    for path, body in {
+        "/generate": {"text": "a", "sampling_params": {"json_schema": schema}},
+        "/v1/completions": {"prompt": "a", "guided_json": schema},
+        "/v1/chat/completions": {"messages": said},
+        "/v1/responses": {"input": items},
+    }.items():
+        reply = shared.post(path, json=body)
+        # What a call's arguments are is no matter: a template gets them as a text.
+        assert reply.status_code in (200, 400), (path, reply.text)
+    wait_until(lambda: shared.engine.num_held == 0)
+
+
+def test_no_number_or_name_of_a_query_or_path_is_an_error_of_the_server(shared):
+    for endpoint in list_endpoints(shared.config):
+        for value in ("9" * 5000, "%00", "%ff", "-1", "[" * 300):
+            path = re.sub(r"{.*?}", value, endpoint.path)
+            for method in endpoint.methods:
+                query = f"?limit={value}&after={value}&stream={value}&purpose={value}"
+                reply = requests.request(method, shared.url + path + query, timeout=WAIT_S)
+                assert reply.status_code < 500, (path[:99], reply.text)

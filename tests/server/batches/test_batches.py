@@ -300,3 +300,20 @@ def test_what_a_crash_left_of_an_upload_is_removed(tmp_path):
     assert [file.id for file in again.list_files("ann")] == [kept.id]
     names = {path.name for path in (tmp_path / "files").iterdir()}
     assert names == {kept.id, f"{kept.id}.json"}
+
+
+def test_a_form_is_in_utf8_and_a_page_has_a_number(servers, monkeypatch):
+    """Codecs such as punycode take time in the square of the length, on the event loop."""
+    live = servers.start()
+    body = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch-\xff\r\n--b--\r\n'
+    for charset in ("punycode", "idna", "utf-7", "x" * 500, "zlib_codec"):
+        kind = f"multipart/form-data; boundary=b; charset={charset}"
+        reply = live.post("/v1/files", data=body, headers={"Content-Type": kind})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] == "charset"
+    for kind in ("application/x-www-form-urlencoded", "text/plain", "multipart/form-data"):
+        reply = live.post("/v1/files", data=body, headers={"Content-Type": kind})
+        assert reply.status_code == 400, reply.text
+    for limit in ("9" * 5000, "0", "-1", "101", "\u0661" * 4000, ""):
+        reply = live.get("/v1/batches", params={"limit": limit})
+        assert reply.json()["error"]["param"] == "limit"

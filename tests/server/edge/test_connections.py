@@ -4,6 +4,7 @@ Method: real sockets; what the engine holds is read beside. Waits are for condit
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
@@ -499,3 +500,83 @@ def test_a_time_limit_holds_before_a_request_is_generated(serve_text, monkeypatc
     live.engine.is_down = True
     assert live.post("/v1/completions", {"prompt": "a", "timeout": 0.05}).status_code == 504
     assert live.engine.num_waiting == 0
+
+
+def connect(live) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", live.running.port), WAIT_S)
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """Return what the server sends up to its end of the connection."""
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(4096):
+            received += part
+    return received
+
+
+def test_a_head_has_a_limit_of_time_wherever_it_stops(serve_text):
+    """Without one, half-sent heads take all descriptors. Streams that run meanwhile go on."""
+    live = serve_text(head_timeout_s=0.3)
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    unfinished = whole.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\nabc")
+    ends = {  # What is sent, and after its answer; what the server says at last.
+        (b"", b""): b"",
+        (b"GET", b""): b"HTTP/1.1 408",
+        (b"\r\n\r\n", b""): b"",
+        (b"GET /health HTTP/1.1\r\nHost: local", b""): b"HTTP/1.1 408",
+        (whole, b"\r\n"): b"",
+        (whole, b"GET /he"): b"HTTP/1.1 408",
+        (whole + b"GET /he", b"a"): b"HTTP/1.1 408",
+        (unfinished, b"d"): b"",
+    }
+    live.engine.step_s = 0.05
+    stream = requests.post(f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S)
+    connections = {sent: connect(live) for sent in ends}
+    for (first, after), connection in connections.items():
+        connection.sendall(first)
+        if after:
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += connection.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 200")
+            connection.sendall(after)
+    for sent, end in ends.items():
+        with connections[sent] as connection:
+            assert read_to_end(connection).startswith(end), sent
+    assert stream.text.rstrip().endswith("[DONE]")
+
+
+def test_connections_that_wait_give_way_when_descriptors_are_scarce(serve_text, monkeypatch):
+    live = serve_text()
+    limit = 6
+
+    def is_scarce(_: int) -> bool:
+        return len(live.running._server.server_state.connections) > limit
+
+    monkeypatch.setattr("tandem.server.edge.bounded_connection.is_scarce", is_scarce)
+    live.engine.step_s = 30.0
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n\r\n"
+    with (
+        open_stream(live.running.port, b'{"prompt": "hello", "stream": true}') as stream,
+        connect(live) as body,
+    ):
+        wait_until(lambda: live.engine.num_held == 1)
+        body.sendall(head + b"{")
+        halves = [connect(live) for _ in range(limit + 4)]
+        for half in halves:
+            half.sendall(b"GET /hea")
+        assert read_to_end(halves[0]) == b""
+        assert live.get("/health").status_code == 200
+        assert live.engine.num_held == 1
+        # With nobody left who waits for a head, a body that does not come gives way; then nobody.
+        for half in halves:
+            half.close()
+        wait_until(lambda: len(live.running._server.server_state.connections) == 2)
+        limit = 1
+        assert live.get("/health").status_code == 200
+        assert read_to_end(body) == b""
+        with connect(live) as refused:
+            assert read_to_end(refused).startswith(b"HTTP/1.1 503")
+        stream.close()
+        wait_until(lambda: live.engine.num_held == 0)

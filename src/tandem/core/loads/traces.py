@@ -73,7 +73,7 @@ def read_rows(path: Path, block_tokens: int = BLOCK_TOKENS) -> Iterator[TraceRow
 
 
 class _RowsBefore:
-    """What the rows read so far tell about the next: the last time, and the ids with their numbers.
+    """The rows read so far: the last time, and the ids with their numbers.
 
     Args:
         block_tokens: tokens per hash id.

@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from tandem.core.errors import UnsupportedError
+from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.models.tokenizing.schemas.rewrite import RefusedError, rewrite_schema
 from tandem.models.tokenizing.tokenizer import Tokenizer
 
@@ -130,8 +131,8 @@ def _write_schema(text: str) -> str:
     check = library.LLMatcher.validate_grammar_with_warnings
     if not check(grammar, None, limits=_find_limits())[0] or len(text) > _MAX_REWRITTEN:
         return grammar
-    # The grammar library has already parsed this text as JSON, so loading it again cannot fail.
-    schema = json.loads(text)
+    # The grammar library has parsed this text as JSON; what it nests deeper than Python is refused.
+    schema = parse_json(text)
     matchers: dict[str, Matcher] = {}
 
     def matches(pattern: str, found_in: str) -> bool:

@@ -18,6 +18,7 @@ from tandem.models.tokenizing.grammars import (
     make_token_table,
     write_grammar,
 )
+from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.models.tokenizing.tokenizer import Tokenizer
 
 __all__ = ["GrammarChecks", "ResponseForm", "join_grammars", "read_grammar", "write_literal"]
@@ -162,7 +163,7 @@ def join_grammars(rules: str, **parts: str) -> str:
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": rules}]
     for name, grammar in parts.items():
         is_lark = not grammar.lstrip().startswith("{")
-        inner = [{"lark_grammar": grammar}] if is_lark else json.loads(grammar)["grammars"]
+        inner = [{"lark_grammar": grammar}] if is_lark else parse_json(grammar)["grammars"]
         first, *others = inner
         grammars += [first | {"name": name}, *others]
     return json.dumps({"grammars": grammars}, ensure_ascii=False)

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.server.outputs.formats import OutputFormat
 from tandem.server.protocol.openai import InputCall, InputMessage, Tool
 
@@ -97,7 +98,7 @@ def _plain_call(call: InputCall) -> dict[str, Any]:
     # the template as the text that they are.
     arguments: Any = function.arguments
     try:
-        decoded = json.loads(arguments) if arguments.strip() else {}
+        decoded = parse_json(arguments) if arguments.strip() else {}
         arguments = decoded if isinstance(decoded, dict) else arguments
     except ValueError:
         pass

@@ -5,6 +5,7 @@ import uuid
 from typing import NoReturn
 
 import msgspec
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -63,6 +64,7 @@ def _find_owner(context: ServerContext, http: Request) -> str:
 async def upload_file(context: ServerContext, http: Request) -> Response:
     """Store a file for a batch."""
     store = _find_worker(context).store
+    _check_form(http.headers.get("content-type"))
     limit = context.config.batch_bytes + _FORM_BYTES
     bounded = Request(http.scope, _bound_receive(http.receive, limit))
     try:
@@ -90,6 +92,19 @@ async def upload_file(context: ServerContext, http: Request) -> Response:
     except TimeoutError as error:
         raise HttpError(408, "the file did not arrive in time", code="body_timeout") from error
     return _answer(file)
+
+
+def _check_form(content_type: str | None) -> None:
+    """Refuse a body that is no multipart form, or a form of another encoding than UTF-8: Python has
+    codecs that decode in the square of the length, and the form's parser would take any by name.
+    """
+    kind, options = parse_options_header(content_type)
+    if kind != b"multipart/form-data":
+        raise ConfigError("server.files", "the body is no form with a file: multipart/form-data")
+    charset = options.get(b"charset", b"utf-8")
+    if charset.lower() not in (b"utf-8", b"utf8", b"us-ascii"):
+        what = f"a form in {charset[:40].decode(errors='replace')!r}: give one in UTF-8"
+        raise UnsupportedError("server.files", what, field="charset")
 
 
 def _bound_receive(receive: Receive, limit: int) -> Receive:
@@ -184,7 +199,8 @@ async def list_batches(context: ServerContext, http: Request) -> Response:
     kept = _find_worker(context).store.list_batches(_find_owner(context, http))
     batches = [each.batch for each in kept]
     after, limit = http.query_params.get("after"), http.query_params.get("limit", "20")
-    if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_LISTED:
+    # The length comes first: Python converts no more than some thousand digits.
+    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
         what = f"limit is {limit[:20]!r}: 1 to {_MAX_LISTED}"
         raise ConfigError("server.batches", what, field="limit")
     if after is not None:

@@ -1,26 +1,39 @@
 """The connection class that uvicorn uses: HTTP/1.1 with limits on the size of what a client may
-send.
+send, on the time it may take for a head, and on the number of connections that only wait.
 """
 
+import asyncio
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tandem.core.descriptors import is_scarce
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["BoundedConnection"]
+__all__ = ["BoundedConnection", "make_connection_class"]
 
 _logger = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 1 << 18
 """Largest size of a request's head, and of its trailers. The parser keeps them in memory, and
 copies an incomplete header with each packet."""
-_TOO_LARGE = b"\r\n".join(
-    [b"HTTP/1.1 431 Too Large", b"content-length: 0", b"connection: close", b"", b""]
-)
+_MAX_LOOKED_AT = 1000
+"""Number of connections among which one is looked for that may be closed for a new one."""
+
+
+def _write_refusal(status: bytes, *headers: bytes) -> bytes:
+    lines = [b"HTTP/1.1 " + status, b"content-length: 0", b"connection: close", *headers, b"", b""]
+    return b"\r\n".join(lines)
+
+
+_TOO_LARGE = _write_refusal(b"431 Too Large")
+_TOO_LATE = _write_refusal(b"408 Request Timeout")
+_TOO_MANY = _write_refusal(b"503 Service Unavailable", b"retry-after: 1")
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -51,8 +64,13 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection over httptools, with four changes that no setting of uvicorn makes.
+    """uvicorn's connection over httptools, with six changes that no setting of uvicorn makes.
 
+    - A head that is not complete ``head_timeout_s`` after its first byte, or after the connection
+      was made, is answered 408; a connection that has sent nothing by then is closed.
+    - A connection whose descriptor is one of the last (``core/descriptors.py``) takes the place of
+      the one that has waited longest for its client to send something; if there is none it is
+      answered 503.
     - A head, or trailers, of more than ``_MAX_HEAD_BYTES`` is answered 431, and the connection
       closed.
     - A client that closes its side and does not read ends the connection at once. asyncio would
@@ -66,6 +84,12 @@ class BoundedConnection(HttpToolsProtocol):
     that pyproject.toml allows.
     """
 
+    head_timeout_s = 30.0
+    """Seconds a client may take to send a request's head."""
+    open_connections: "dict[BoundedConnection, None]"
+    """The open connections, ordered by when their clients last sent a whole head or a piece of a
+    body. A class of its own for each server has it."""
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.parser = _Parser(self)
@@ -73,11 +97,32 @@ class BoundedConnection(HttpToolsProtocol):
         # keep the request from being answered.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._kept_bytes = 0  # Bytes received since the last complete head or piece of a body.
-        self._is_in_head = False
+        self._is_in_head = self._is_in_body = False
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, in the place of another one if descriptors are scarce."""
+        super().connection_made(transport)
+        self.open_connections[self] = None
+        if is_scarce(transport.get_extra_info("socket").fileno()) and not self._free_another():
+            transport.write(_TOO_MANY)
+            transport.close()
+            return
+        self._start_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self.open_connections.pop(self, None)
+        self._stop_head_timer()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; close the connection if its head or trailers are too large."""
         self._kept_bytes += len(data)
+        if not self._is_in_body or self._is_answered:
+            # Bytes end uvicorn's own limit of an idle connection, also those that belong to no head
+            # and those of a body after its answer.
+            self._start_head_timer()
         super().data_received(data)
         if self._kept_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             _logger.warning("event=head_refused bytes=%d", self._kept_bytes)
@@ -88,6 +133,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Record that a request's head begins."""
         self._is_in_head = True
+        self._start_head_timer()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -102,6 +148,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body, and reset the count of bytes of head or trailers."""
         self._kept_bytes = 0
+        self._note_progress()
         super().on_body(body)
 
     def eof_received(self) -> None:
@@ -111,7 +158,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Begin the request; do nothing if the head must be parsed again without ``Upgrade``."""
-        self._kept_bytes, self._is_in_head = 0, False
+        self._kept_bytes, self._is_in_head, self._is_in_body = 0, False, True
+        self._stop_head_timer()
+        self._note_progress()
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
@@ -119,6 +168,7 @@ class BoundedConnection(HttpToolsProtocol):
         """End the request's body; do nothing if the head must be parsed again without
         ``Upgrade``.
         """
+        self._is_in_body = False
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
@@ -128,3 +178,52 @@ class BoundedConnection(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
+
+    @property
+    def _is_answered(self) -> bool:
+        """True if no request of this connection is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            loop = asyncio.get_running_loop()
+            self._head_timer = loop.call_later(self.head_timeout_s, self._end_head)
+
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_head(self) -> None:
+        self._head_timer = None
+        if not self._is_answered:  # A part of the next head came while this request is answered.
+            self._start_head_timer()
+        elif not self.transport.is_closing():
+            _logger.info("event=head_late bytes=%d", self._kept_bytes)
+            if self._is_in_head:
+                self.transport.write(_TOO_LATE)
+            self.transport.close()
+
+    def _note_progress(self) -> None:
+        if self.open_connections.pop(self, self) is None:
+            self.open_connections[self] = None
+
+    def _free_another(self) -> bool:
+        """Abort the connection that has waited longest for a head, or else for a body; return False
+        if there is none.
+        """
+        looked_at = [*itertools.islice(self.open_connections, _MAX_LOOKED_AT)]
+        waiting = [each for each in looked_at if each is not self and each._is_answered]
+        waiting += [each for each in looked_at if each is not self and each._is_in_body]
+        for each in waiting:
+            if not each.transport.is_closing():
+                _logger.warning("event=connection_given_up waiting=%d", len(waiting))
+                each.transport.abort()
+                return True
+        return False
+
+
+def make_connection_class(head_timeout_s: float) -> type[BoundedConnection]:
+    """Return the class of a server's connections, which know each other."""
+    members = {"head_timeout_s": head_timeout_s, "open_connections": {}}
+    return type("ServerConnection", (BoundedConnection,), members)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.server.outputs.deltas import ArgumentsDelta, CallStart, Delta
 from tandem.server.outputs.source import Reading, TextSource
 
@@ -97,7 +98,7 @@ def _emit_object(reader: CallReader, text: str, length: int, *, only_known: bool
     False if it is no call.
     """
     try:
-        call = json.loads(text)
+        call = parse_json(text)
     except ValueError:
         return False
     name = call.get("name")
@@ -157,7 +158,7 @@ def _skip_members(source: TextSource, ends: Sequence[str]) -> Reading[None]:
 
 def _decode_string(written: str) -> str | None:
     try:
-        value = json.loads(written, strict=False)
+        value = parse_json(written, strict=False)
     except ValueError:
         return None
     return value if isinstance(value, str) else None

@@ -3,9 +3,10 @@
 Joined in order, the deltas of a generation do not depend on how its text was cut into pieces.
 """
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
+
+from tandem.models.tokenizing.schemas.json_text import parse_json
 
 __all__ = [
     "ArgumentsDelta",
@@ -92,7 +93,7 @@ def join_deltas(deltas: Sequence[Delta]) -> list[Delta]:
 def read_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call as an object; incomplete ones as text under "partial_json"."""
     try:
-        value = json.loads(text) if text else {}
+        value = parse_json(text) if text else {}
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"partial_json": text}

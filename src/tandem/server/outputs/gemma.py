@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.server.outputs.call_reader import CallReader
 from tandem.server.outputs.source import Reading
 
@@ -86,7 +87,7 @@ class _Value:
             self._at += 1
         word = self._text[begin : self._at].strip()
         try:
-            return json.loads(word)
+            return parse_json(word)
         except ValueError:
             return word
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.server.outputs.call_reader import CallReader
 from tandem.server.outputs.source import Reading
 
@@ -105,7 +106,7 @@ def _convert(written: str, kinds: set[str], marks: ParameterMarks) -> Any:
     if marks.is_on_lines:
         text = text.removeprefix("\n").removesuffix("\n")
     try:
-        value = json.loads(text.strip(), parse_constant=_refuse_constant)
+        value = parse_json(text.strip(), parse_constant=_refuse_constant)
     except ValueError:
         lowered = text.strip().lower()
         # Models write Python's True, False and None as well as JSON's true, false and null.

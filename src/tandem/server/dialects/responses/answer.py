@@ -1,6 +1,5 @@
 """The answer of the Responses API: items that grow, sent as events or as a whole."""
 
-import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.dialects.parsing import make_call_id
 from tandem.server.dialects.responses.items import hide_reasoning
@@ -288,7 +288,7 @@ def _make_id(prefix: str) -> str:
 def _read_input(text: str) -> str:
     """Return the text in a custom tool's arguments; if these are incomplete JSON, all of them."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError:
         return text
     found = value.get("input") if isinstance(value, dict) else None
