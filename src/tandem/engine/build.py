@@ -48,7 +48,12 @@ from tandem.models.loading.loader import CausalModel, load_model
 from tandem.models.own.caches import CacheSlots
 from tandem.models.own.model import OwnModel, load_own
 from tandem.models.planning.places import list_placed_layers
-from tandem.models.tokenizing.grammars import TokenTable, make_token_table
+from tandem.models.tokenizing.grammars import (
+    ExactEncoder,
+    TokenTable,
+    list_vocabulary,
+    make_token_table,
+)
 from tandem.models.tokenizing.tokenizer import load_tokenizer
 from tandem.placement.experts.cache import EXPERT_POLICIES
 
@@ -215,6 +220,7 @@ def build_engine(
     mirror = None
     if tiers is not None and not model.context.device.is_host:
         mirror = KvMirror(cache, states)
+    grammars = Grammars(partial(_make_token_table, plan.model))
     engine = Engine(
         Scheduler(plan.config, pool, index, planner, policy, window_policy),
         TorchRunner(
@@ -222,7 +228,7 @@ def build_engine(
             cache,
             threads=plan.torch_threads,
             states=states if slots is None else slots,
-            grammars=Grammars(partial(_make_token_table, plan.model)),
+            grammars=grammars,
             is_overlapped=plan.config.overlap == "on",
             experts=experts,
             mirror=mirror,
@@ -233,6 +239,7 @@ def build_engine(
         gives_vectors=plan.model.own is None,
         eos_token_ids=spec.eos_token_ids,
         observer=planner,
+        masks=grammars,
         timelines=TimelineLog(
             plan.config.timelines,
             block_size=plan.layout.block_size,
@@ -356,4 +363,5 @@ def _open_expert_log(model: CausalModel | OwnModel, trace: str) -> ExpertLog | N
 def _make_token_table(plan: ModelPlan) -> TokenTable:
     """Load the vocabulary for grammars; called when the first request with a grammar arrives."""
     tokenizer = load_tokenizer(Path(plan.folder))
-    return make_token_table(tokenizer, plan.spec.vocab_size, plan.spec.eos_token_ids)
+    vocabulary = list_vocabulary(tokenizer, plan.spec.vocab_size, plan.spec.eos_token_ids)
+    return make_token_table(vocabulary, ExactEncoder(tokenizer))

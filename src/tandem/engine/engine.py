@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypedDict
 
@@ -68,6 +69,7 @@ from tandem.engine.stepping.runner import LostBlocksError, PrefillListener, Runn
 from tandem.engine.stepping.sampler_state import BROKEN_ROW
 from tandem.engine.timelines import TimelineLog
 from tandem.engine.transfers import BlockTransfers
+from tandem.models.tokenizing.grammars import find_end_ids
 
 __all__ = [
     "Engine",
@@ -174,6 +176,26 @@ class EngineStep:
     """Time at which ``Engine.start_step`` was called, in seconds on the engine's clock."""
 
 
+class MaskSource(Protocol):
+    """The part of ``Grammars`` that tells when requests with a grammar can be planned."""
+
+    def prepare(self, grammar: str, on_ready: Callable[[], None]) -> bool:
+        """Begin to compile the grammar of a request; see ``Grammars.prepare``."""
+        ...
+
+    def release(self, grammar: str) -> None:
+        """Note that a request of this grammar has ended."""
+        ...
+
+    def is_slow(self, sequence_id: int) -> bool:
+        """Return True if the last mask of a sequence took long to compute."""
+        ...
+
+    def await_mask(self, sequence_id: int, on_ready: Callable[[], None]) -> bool:
+        """Return True if no mask is being computed; see ``Grammars.await_mask``."""
+        ...
+
+
 class StepObserver(Protocol):
     """A receiver of the durations of steps, by which later durations are estimated."""
 
@@ -197,6 +219,7 @@ class Engine:
         eos_token_ids: the model's own end-of-text tokens.
         observer: told the duration of each step, for planning loads; None: nobody.
         timelines: records the course of requests; None: a small one is made. Owned.
+        masks: tells when requests with a grammar can be planned; None: at once.
         is_overlapped: True to plan a step while the one before it runs. The runner's ``begin`` must
             then return at once, and the scheduler's ``engine.overlap`` must be on.
     """
@@ -213,6 +236,7 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         observer: StepObserver | None = None,
         timelines: TimelineLog | None = None,
+        masks: MaskSource | None = None,
         is_overlapped: bool = False,
     ) -> None:
         self._scheduler = scheduler
@@ -232,9 +256,13 @@ class Engine:
         if timelines is None:
             timelines = TimelineLog(DEFAULT_TIMELINES, block_size=1)
         self._timelines = timelines
+        self._masks = masks
+        self._slow: list[Request] = []
+        """Requests of the step that has just ended whose next mask may take long."""
         self._clock = clock
         self._checks = RequestChecks(vocab_size, num_labels, gives_vectors=gives_vectors)
         self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
         self._live: dict[str, _Live] = {}
         self._ended: list[int] = []
         """Ids of ended sequences whose sampling state the runner still has."""
@@ -403,6 +431,21 @@ class Engine:
         if message.continuation is not None:
             request.output_ids += message.continuation.token_ids
             seed = message.continuation.seed
+        if self._masks is not None and params.grammar:
+            # Outside the lock, as a grammar that is compiled at this moment calls back at once.
+            request.queue.awaits_mask = True
+            if self._masks.prepare(params.grammar, partial(self._note_mask, request)):
+                request.queue.awaits_mask = False
+        try:
+            self._add(message, request, seed, lookup)
+        except TandemError:
+            self._release_grammar(params)
+            raise
+
+    def _add(
+        self, message: AddRequest, request: Request, seed: int, lookup: StoreLookup | None
+    ) -> None:
+        params = message.sampling
         with self._lock:
             self._check_adapter(message.adapter)
             self._scheduler.add(request)
@@ -475,6 +518,17 @@ class Engine:
             self._scheduler.load_failed(request, block_ids)
             self._timelines.note_load_failed(request, block_ids, reason, self._clock.now_s())
             self._work.notify()
+
+    def _note_mask(self, request: Request) -> None:
+        """Record that the next mask of a request is computed. Any thread, without the lock."""
+        with self._lock:
+            is_slow = request.queue.is_mask_slow
+            self._scheduler.note_mask(request, is_ready=True, is_slow=is_slow)
+            self._work.notify()
+
+    def _release_grammar(self, params: SamplingParams) -> None:
+        if self._masks is not None and params.grammar:
+            self._masks.release(params.grammar)
 
     def is_unchanged(self, block: KeyedBlock) -> bool:
         """Return True if a block copied out still has its content; see
@@ -737,6 +791,11 @@ class Engine:
                 # The content of these blocks could not be read. Requests that computed with them
                 # have ended with an error; forget the blocks, so that no later prompt reuses them.
                 self._scheduler.forget_blocks(lost)
+            slow, self._slow = self._slow, []
+        for request in slow:
+            assert self._masks is not None
+            if self._masks.await_mask(request.sequence_id, partial(self._note_mask, request)):
+                self._note_mask(request)
         self._tell_listener()
         return outputs
 
@@ -782,8 +841,10 @@ class Engine:
             raise NotFoundError("engine.add", what, field="model")
 
     def _collect_stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        # A complete grammar allows only an end of text, so that token must stop the request.
-        own = () if params.ignore_eos and not params.grammar else self._eos_token_ids
+        own: Sequence[int] = () if params.ignore_eos else self._eos_token_ids
+        if params.grammar:
+            # A complete grammar allows only an end of text, so that token must stop the request.
+            own = find_end_ids(self._eos_token_ids, self._vocab_size)
         return frozenset((*own, *params.stop_token_ids))
 
     def _record(
@@ -824,10 +885,22 @@ class Engine:
         for sequence, given, num_known in zip(plan.sequences, result.sequences, known, strict=True):
             live = self._live[sequence.request.request_id]
             taken = given.tokens[: len(sequence.request.output_ids) - num_known]
+            self._hold_slow(live.request)
             output = self._report(live, taken, failures.get(given.sequence_id))
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    def _hold_slow(self, request: Request) -> None:
+        """Keep a request out of the next steps if its next mask may take long, until that is
+        computed.
+        """
+        if self._masks is None or not request.sampling.grammar or request.is_finished:
+            return
+        is_slow = self._masks.is_slow(request.sequence_id)
+        self._scheduler.note_mask(request, is_ready=not is_slow, is_slow=is_slow)
+        if is_slow:
+            self._slow.append(request)
 
     def _report(
         self, live: _Live, taken: list[SampledToken], failure: TandemError | None
@@ -915,6 +988,7 @@ class Engine:
     def _forget(self, live: _Live) -> None:
         request_id = live.request.request_id
         del self._live[request_id]
+        self._release_grammar(live.request.sampling)
         if live.is_started:
             self._ended.append(live.request.sequence_id)
         adapter = live.request.adapter

@@ -144,7 +144,7 @@ def build_app(
         await warm_up
         if context.tracer is not None:
             await context.tracer.close()
-        context.encoder.close()
+        context.close()
 
     hosts = list(config.allowed_hosts)
     if not is_loopback(config.host):

@@ -129,6 +129,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     template_timeout_s: Annotated[
         float, Meta(gt=0, le=60, description="Seconds a chat template may take to render.")
     ] = 5.0
+    grammar_timeout_s: Annotated[
+        float, Meta(gt=0, le=60, description="Seconds a client's grammar may take to compile.")
+    ] = 5.0
     response_memory_bytes: Annotated[
         int,
         Meta(

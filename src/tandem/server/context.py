@@ -34,7 +34,7 @@ from tandem.core.wire import (
     Pooling,
     SamplingParams,
 )
-from tandem.server.api.grammars import GrammarChecks
+from tandem.server.api.grammars import GrammarCompiler
 from tandem.server.api.kept_responses import KeptResponses
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
@@ -160,7 +160,7 @@ class ServerContext:
     tracer: RequestTracer | None = None
     has_keys: bool = False
     terms: TermsTable = field(default_factory=TermsTable)
-    grammars: GrammarChecks = field(init=False)
+    grammars: GrammarCompiler = field(init=False)
     has_admin_keys: bool = False
     adapter_folder: Path | None = None
     read_store: Callable[[], StoreStatus] | None = None
@@ -177,13 +177,18 @@ class ServerContext:
     """Tasks of responses whose clients do not wait, by the responses' ids."""
 
     def __post_init__(self) -> None:
-        self.grammars = GrammarChecks(self.encoder.tokenizer)
+        self.grammars = GrammarCompiler(self.encoder.tokenizer, self.config.grammar_timeout_s)
         config = self.config
         self.kept_responses = KeptResponses(
             config.response_memory_bytes,
             config.response_idle_s,
             max_total_bytes=config.response_total_bytes,
         )
+
+    def close(self) -> None:
+        """End the processes and threads of clients' texts and grammars. Idempotent."""
+        self.grammars.close()
+        self.encoder.close()
 
     @property
     def block_size(self) -> int:

@@ -141,7 +141,7 @@ async def run_server(
             connection.transport.abort()
         await asyncio.sleep(0)
         listener.close()
-        app.state.context.encoder.close()
+        app.state.context.close()
 
 
 async def _serve_to_the_end(server: uvicorn.Server, listener: socket.socket) -> None:

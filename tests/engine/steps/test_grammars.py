@@ -6,6 +6,7 @@ another engine.
 """
 
 import json
+import threading
 
 import jsonschema
 import pytest
@@ -14,9 +15,18 @@ from tandem.core.clock import MonotonicClock
 from tandem.core.wire import AddRequest, Continuation, FinishReason, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.stepping import grammar as grammar_module
+from tandem.engine.stepping.grammar import Grammars, GrammarState
 from tandem.models.config import ModelConfig
 from tandem.models.loading.hub import resolve_folder
-from tandem.models.tokenizing.grammars import write_grammar
+from tandem.models.tokenizing.grammars import (
+    ExactEncoder,
+    find_end_ids,
+    list_vocabulary,
+    make_matcher,
+    make_token_table,
+    write_grammar,
+)
 from tandem.models.tokenizing.tokenizer import load_tokenizer
 
 SCHEMA = {
@@ -76,6 +86,7 @@ def run(engine, requests):
     for _ in range(5000):
         if not engine.has_requests:
             break
+        assert engine.wait_for_work(60)
         for output in engine.step():
             tokens[output.request_id] += output.token_ids
             if output.finish_reason is not None:
@@ -156,3 +167,134 @@ def test_greedy_bias_and_penalties_stay_within_the_grammar(tokenizer):
         found, reasons = run(engine, [request])
         assert tokenizer.decode(found[str(number)]) in ("yes, of course", "no, never")
         assert reasons[str(number)] is FinishReason.STOP
+
+
+def make_request(tokenizer, name, grammar="", **fields):
+    params = SamplingParams(max_tokens=12, temperature=0.0, grammar=grammar, ignore_eos=not grammar)
+    ids = tokenizer.encode("Once upon a time")
+    return AddRequest(request_id=name, prompt_ids=ids, sampling=params, **fields)
+
+
+def take_outputs(engine, wanted, *, num_steps=1000):
+    """Step until requests have ended; return the number of steps and the reasons of all ends."""
+    reasons = {}
+    for count in range(1, num_steps):
+        assert engine.wait_for_work(60)
+        reasons |= {o.request_id: o.finish_reason for o in engine.step() if o.finish_reason}
+        if wanted <= reasons.keys():
+            return count, reasons
+    raise AssertionError(f"{wanted - reasons.keys()} go on")
+
+
+class Gate:
+    """Holds the compilation of grammars until it is opened."""
+
+    def __init__(self, monkeypatch):
+        self.is_open, make = threading.Event(), grammar_module.make_matcher
+        monkeypatch.setattr(grammar_module, "make_matcher", lambda *args: self.wait(make, *args))
+
+    def wait(self, make, *args):
+        assert self.is_open.wait(60)
+        return make(*args)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_request_whose_grammar_is_not_compiled_holds_up_no_other(tokenizer, monkeypatch, overlap):
+    engine, gate = build(overlap=overlap), Gate(monkeypatch)
+    held = [f"held{number}" for number in range(3)]
+    for number, name in enumerate(held):
+        more = {"timeout_s": 1e-6} if number == 2 else {}
+        engine.add(make_request(tokenizer, name, GRAMMARS[2], **more))
+    engine.add(make_request(tokenizer, "free"))
+    _, reasons = take_outputs(engine, {"free", held[2]})
+    assert reasons == {"free": FinishReason.LENGTH, held[2]: FinishReason.DEADLINE}
+    assert engine.cancel(held[1])
+    take_outputs(engine, {held[1]})
+    engine.step()
+    assert not engine.wait_for_work(0.0)
+    gate.is_open.set()
+    _, reasons = take_outputs(engine, {held[0]})
+    assert reasons[held[0]] is FinishReason.STOP
+    assert not engine.has_requests
+
+
+def test_a_grammar_that_is_compiled_takes_as_many_steps_as_none(tokenizer):
+    engine = build()
+    for name in ("compiles", "has been"):
+        engine.add(make_request(tokenizer, name, write_grammar("regex", "[a-z]{40}")))
+        guided, _ = take_outputs(engine, {name})
+    engine.add(make_request(tokenizer, "free"))
+    assert guided == take_outputs(engine, {"free"})[0]
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_sequence_whose_masks_are_slow_holds_up_no_other(tokenizer, monkeypatch, overlap):
+    """Its tokens are those that it gets with quick masks."""
+    request = make_request(tokenizer, "slow", write_grammar("regex", "[a-z ]{60}"))
+    quick, _ = run(build(overlap=overlap), [request])
+    blocked, passed = threading.Event(), threading.Event()
+    compute = GrammarState._compute
+
+    def compute_slowly(state, token_ids):
+        if len(token_ids) == 4:
+            blocked.set()
+            assert passed.wait(60)
+        return compute(state, token_ids)
+
+    monkeypatch.setattr(GrammarState, "_compute", compute_slowly)
+    monkeypatch.setattr(grammar_module, "_SLOW_S", -1.0)
+    engine = build(overlap=overlap)
+    engine.add(request)
+    slow = []
+    while not blocked.is_set():
+        engine.wait_for_work(0.01)
+        slow += [token for output in engine.step() for token in output.token_ids]
+    engine.add(make_request(tokenizer, "free"))
+    free, reasons = [], {}
+    while "free" not in reasons:
+        assert engine.wait_for_work(60)
+        for output in engine.step():
+            (free if output.request_id == "free" else slow).extend(output.token_ids)
+            reasons[output.request_id] = output.finish_reason
+            if output.finish_reason is None:
+                del reasons[output.request_id]
+    assert (len(free), len(slow)) == (12, 4)
+    passed.set()
+    while engine.has_requests:
+        assert engine.wait_for_work(60)
+        slow += [token for output in engine.step() for token in output.token_ids]
+    assert slow == quick["slow"]
+
+
+def test_compiled_grammars_are_kept_while_requests_use_them(monkeypatch):
+    made = []
+    monkeypatch.setattr(grammar_module, "make_matcher", lambda _, text: made.append(text) or Failed)
+    monkeypatch.setattr(grammar_module, "_MAX_COMPILED", 2)
+    grammars = Grammars(lambda: "table")
+    for text in "abcd":
+        done = threading.Event()
+        if not grammars.prepare(text, done.set):
+            assert done.wait(60)
+    assert grammars.prepare("a", pytest.fail)
+    for text in "abcda":
+        grammars.release(text)
+    assert len(grammars._compiled) == 2
+    assert made == [*"abcd"]
+
+
+class Failed:
+    @staticmethod
+    def is_error():
+        return True
+
+
+def test_a_model_without_an_end_of_text_ends_with_its_grammar(tokenizer):
+    """As one whose end is no token that it has."""
+    for eos_ids in ((), (10**6,), (-1,)):
+        assert find_end_ids(eos_ids, 300) == [299]
+        vocabulary = list_vocabulary(tokenizer, 300, eos_ids)
+        matcher = make_matcher(
+            make_token_table(vocabulary, ExactEncoder(tokenizer)), write_grammar("choice", '["y"]')
+        )
+        (letter,) = ExactEncoder(tokenizer)("y")
+        assert GrammarState(matcher).compute_mask([letter]).nonzero()[0].tolist() == [299]

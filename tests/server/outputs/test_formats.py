@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vocabularies import make_byte_level_tokenizer
 
-from tandem.models.tokenizing.grammars import find_fault, make_matcher, make_token_table
+from tandem.models.tokenizing.grammars import (
+    ExactEncoder,
+    find_fault,
+    list_vocabulary,
+    make_matcher,
+    make_token_table,
+)
 from tandem.server.api.grammars import write_literal
 from tandem.server.outputs.deltas import (
     ArgumentsDelta,
@@ -384,7 +390,9 @@ def test_what_a_grammar_of_calls_writes_its_parser_reads(form, is_free):
         trigger=trigger,
         is_forced=not is_free,
     )
-    table = make_token_table(tokenizer, tokenizer.vocab_size, [0])
+    table = make_token_table(
+        list_vocabulary(tokenizer, tokenizer.vocab_size, [0]), ExactEncoder(tokenizer)
+    )
     assert find_fault(table, grammar) == ""
     chance, num_calls = random.Random(form), 0
     for _ in range(6):
@@ -428,7 +436,9 @@ def test_strict_calls_stand_beside_free_answers(form):
         is_parallel=True,
         is_forced=False,
     )
-    table = make_token_table(tokenizer, tokenizer.vocab_size, [0])
+    table = make_token_table(
+        list_vocabulary(tokenizer, tokenizer.vocab_size, [0]), ExactEncoder(tokenizer)
+    )
     assert find_fault(table, grammar) == ""
     head = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
     end = "<|end|><|start|>assistant"

@@ -119,7 +119,7 @@ def test_time_memory_and_output_are_bounded_and_the_next_one_renders():
 def test_a_closed_template_leaves_no_process_and_can_start_again():
     template = ChatTemplate("{{ messages[0].content }}", {})
     assert template.render(MESSAGES, {}) == "hi"
-    (process,) = template._workers
+    (process,) = template._processes._workers
     template.close()
     assert process.returncode is not None
     assert template.render(MESSAGES, {}) == "hi"
@@ -133,7 +133,7 @@ def test_a_worker_that_hangs_or_is_killed_is_a_retryable_error():
         for harm in (signal.SIGSTOP, signal.SIGKILL):
             for content in ("hi", "x" * 2**18):
                 assert template.render([{"role": "user", "content": content}], {}) == content
-                (process,) = template._workers
+                (process,) = template._processes._workers
                 process.send_signal(harm)
                 if harm == signal.SIGKILL:
                     # Noticed before it is used: another one is started.
@@ -154,8 +154,9 @@ signal.signal(signal.SIGINT, lambda *_: None)
 template = ChatTemplate("{{ messages[0].content }}", {})
 try:
     for content in ("before", "after"):
-        print(template.render([{"role": "user", "content": content}], {}), len(template._workers))
-        (worker,) = template._workers
+        text = template.render([{"role": "user", "content": content}], {})
+        (worker,) = template._processes._workers
+        print(text, 1)
         os.killpg(0, signal.SIGINT)
         try:
             print(worker.wait(0.3))
@@ -188,7 +189,7 @@ def test_conversations_are_rendered_beside_each_other():
     spinning = threading.Thread(target=spin)
     try:
         spinning.start()
-        while not template._workers:
+        while not template._processes._workers:
             threading.Event().wait(0.001)
         assert template.render(MESSAGES, {}) == "fine"
         assert not failed, "the other one is still at work"

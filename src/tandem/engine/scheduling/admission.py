@@ -50,7 +50,7 @@ class Admission:
             if not is_bypassed and state.prefix.is_expected(request, state.running):
                 request.queue.num_deferrals += 1
                 continue
-            if awaits_prefill(state, request, now_s) or self._is_barred(request, now_s):
+            if _is_held(state, request, now_s) or self._is_barred(request, now_s):
                 continue
             # Stop here if this request lacks blocks: if later requests could overtake it, large
             # requests would never start.
@@ -111,7 +111,7 @@ class Admission:
             other.queue.num_overtaken >= MAX_OVERTAKEN
             and other.sequence_id < request.sequence_id
             and (other.priority, other.client) == (request.priority, request.client)
-            and not awaits_prefill(self._state, other, now_s)
+            and not _is_held(self._state, other, now_s)
             for other in self._state.waiting
         )
 
@@ -211,6 +211,11 @@ class Admission:
             else:
                 counters.windowless_tokens += num_lost
             counters.store_hit_tokens += report.num_loaded_tokens
+
+
+def _is_held(state: SchedulerState, request: Request, now_s: float) -> bool:
+    """Return True if a request waits for something else than memory and its turn."""
+    return request.queue.awaits_mask or awaits_prefill(state, request, now_s)
 
 
 def awaits_prefill(state: SchedulerState, request: Request, now_s: float) -> bool:

@@ -75,6 +75,14 @@ class QueueNotes:
     """
     num_samples_in_flight: int = 0
     """Number of output tokens that planned, uncompleted steps will sample for the request."""
+    awaits_mask: bool = False
+    """True while the tokens that the request's grammar allows next are being computed: it is
+    neither admitted nor decoded.
+    """
+    is_mask_slow: bool = False
+    """True if it took long to compute the tokens that its grammar allowed last: no step is planned
+    for it before the one in flight has ended.
+    """
 
 
 @dataclass(slots=True)

@@ -39,7 +39,9 @@ class RunningPlanner:
             num_known = len(request.prompt_ids) + len(request.output_ids)
             if num_known + queue.num_samples_in_flight - num_planned != 1:
                 continue
-            if queue.num_tokens_in_flight and not _is_plannable(request):
+            if queue.num_tokens_in_flight and (queue.is_mask_slow or not _is_plannable(request)):
+                continue
+            if queue.awaits_mask:
                 continue
             if windows is not None and not windows.limit(request, 1, running):
                 continue

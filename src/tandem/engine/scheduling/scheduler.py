@@ -208,6 +208,20 @@ class Scheduler:
             self._state.end_loading(request)
         self._state.wake_s = -math.inf
 
+    def note_mask(self, request: Request, *, is_ready: bool, is_slow: bool = False) -> None:
+        """Record whether a step of a request could sample at once: whether the tokens that its
+        grammar allows next are computed.
+
+        Args:
+            request: a request with a grammar; nothing happens if it has ended.
+            is_ready: False: it is not planned until it is noted as ready.
+            is_slow: True if that took long the last time.
+        """
+        request.queue.awaits_mask = not is_ready
+        request.queue.is_mask_slow = is_slow
+        if is_ready:
+            self._state.wake_s = -math.inf
+
     def continue_request(self, request_id: str, token_ids: Sequence[int]) -> bool:
         """Append tokens that another instance has generated to a request that waits for them.
 

@@ -1,7 +1,7 @@
 """The runner that computes with torch, on a ``CausalModel`` and its block-major KV cache."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,7 @@ from tandem._native import ThreadPool
 from tandem.core.errors import TandemError
 from tandem.core.wire import Pooling, TokenLogprob
 from tandem.engine.stepping.expert_log import ExpertLog
-from tandem.engine.stepping.grammar import Grammars, GrammarState
+from tandem.engine.stepping.grammar import Grammars, Mask
 from tandem.engine.stepping.messages import (
     Logits,
     Phase,
@@ -38,9 +38,6 @@ from tandem.models.own.model import OwnModel
 
 __all__ = ["TorchRunner"]
 
-Mask = Future[np.ndarray | None]
-"""Future of the mask of a grammar's allowed tokens; its result is None if the grammar has
-failed."""
 WANTED_ROWS = {Logits.NONE: "none", Logits.LAST: "last", Logits.ALL: "all"}
 
 
@@ -80,8 +77,6 @@ class TorchRunner:
         self._grammars = grammars
         self._experts = experts
         self._mirror = mirror
-        self._states: dict[int, Future[GrammarState]] = {}
-        """Grammar states by sequence id, of sequences that have a grammar."""
         self._samplers: dict[int, SamplerState] = {}
         """Sampling state of each live sequence by its id, from its ``SequenceStart`` message on."""
         self._sums: dict[int, HiddenSum] = {}
@@ -114,13 +109,14 @@ class TorchRunner:
             torch.set_num_threads(self._threads)
         for sequence_id in step.ends:
             self._samplers.pop(sequence_id, None)
-            self._states.pop(sequence_id, None)
+            if self._grammars is not None:
+                self._grammars.close(sequence_id)
             self._sums.pop(sequence_id, None)
         for start in step.starts:
             self._samplers[start.sequence_id] = SamplerState.create(start)
             if start.params.grammar:
                 assert self._grammars is not None, "a grammar without a vocabulary"
-                self._states[start.sequence_id] = self._grammars.compile(start.params.grammar)
+                self._grammars.open(start.sequence_id, start.params.grammar)
         for slot in step.unused_slots:
             assert isinstance(self._state_cache, CacheSlots), "slots that have memory of their own"
             self._state_cache.drop(slot)
@@ -198,14 +194,16 @@ class TorchRunner:
         id.
         """
         masks: dict[int, Mask] = {}
+        if self._grammars is None:
+            return masks
         for sequence in step.sequences:
-            state = self._states.get(sequence.sequence_id)
-            if state is None or sequence.sampling is None:
+            sequence_id = sequence.sequence_id
+            if sequence.sampling is None or not self._grammars.has(sequence_id):
                 continue
-            assert self._grammars is not None
-            sampler = self._samplers[sequence.sequence_id]
-            tokens = sampler.output_ids[: sequence.sampling.position]
-            masks[sequence.sequence_id] = self._grammars.begin_mask(state, tokens)
+            if sequence.phase is Phase.VERIFY:
+                continue  # Each row's mask depends on the token sampled for the row before it.
+            tokens = self._samplers[sequence_id].output_ids[: sequence.sampling.position]
+            masks[sequence_id] = self._grammars.begin_mask(sequence_id, tokens)
         return masks
 
     def _read_logits(
@@ -249,6 +247,9 @@ class TorchRunner:
                 result.tokens = [token]
                 if token.token_id != BROKEN_ROW:
                     sampler.note_token(token.token_id)
+                    if result.sequence_id in masks:
+                        assert self._grammars is not None
+                        self._grammars.expect_mask(result.sequence_id, sampler.output_ids)
         return StepResult(results)
 
     def _verify(
@@ -260,16 +261,16 @@ class TorchRunner:
         The tokens are those of a decode without drafts, because a draw depends on seed and position
         alone.
         """
-        pool, state = self._model.context.pool, self._states.get(sequence.sequence_id)
+        pool, grammars = self._model.context.pool, self._grammars
+        has_grammar = grammars is not None and grammars.has(sequence.sequence_id)
         tokens: list[SampledToken] = []
         drafts = sequence.token_ids[1:]
         for row in range(len(rows_RV)):
             masks: dict[int, np.ndarray | None] = {}
-            if state is not None:
-                # Each row's mask depends on the token sampled for the row before it.
-                assert self._grammars is not None
+            if has_grammar:
+                assert grammars is not None
                 known = sampler.output_ids[: position + row]
-                masks[0] = self._grammars.begin_mask(state, known).result()
+                masks[0] = grammars.begin_mask(sequence.sequence_id, known).result()
             [token] = sample_tokens(
                 rows_RV[row : row + 1], [sampler], [position + row], masks=masks, pool=pool
             )

@@ -5,22 +5,29 @@ compiles at every instance.
 """
 
 import json
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from tandem.core.errors import UnsupportedError
 from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.models.tokenizing.schemas.rewrite import RefusedError, rewrite_schema
-from tandem.models.tokenizing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import llguidance
 
+    from tandem.models.tokenizing.tokenizer import Tokenizer
+
 __all__ = [
+    "ExactEncoder",
     "Matcher",
     "TokenTable",
+    "Vocabulary",
+    "find_end_ids",
     "find_fault",
+    "list_vocabulary",
     "make_matcher",
     "make_token_table",
     "write_grammar",
@@ -30,6 +37,9 @@ _MAX_REWRITTEN = 1 << 18
 """Longest schema, in characters, that is rewritten; a longer one is passed to llguidance
 unchanged.
 """
+
+_ANCHORS = ("\n", "a ", ".")
+"""Texts before which a tokenizer puts its space, instead of before the text that follows."""
 
 TokenTable: TypeAlias = "llguidance.LLTokenizer"
 Matcher: TypeAlias = "llguidance.LLMatcher"
@@ -55,42 +65,128 @@ def _find_limits() -> Any:
     return _load_library().LLParserLimits(precompute_large_lexemes=False)
 
 
-class _Vocabulary:
-    """A tokenizer in the form that ``llguidance.LLTokenizer`` reads: its tokens' bytes and special
-    ids.
-    """
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The tokens of a model, by which its grammars are compiled."""
+
+    tokens: list[bytes]
+    """Bytes of each token; empty for ids that no grammar allows by what they look like: special
+    tokens, and padding of the model's matrices."""
+    special_ids: list[int]
+    eos_ids: list[int]
+    """Ids that end a text; a result of ``find_end_ids``."""
+
+
+class _Wrapper:
+    """A vocabulary in the form that ``llguidance.LLTokenizer`` reads."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        count = min(vocab_size, tokenizer.vocab_size)
-        self.eos_token_id = eos_ids[0]
-        # Padding ids of the model's matrices have no token; they get empty bytes, so that no
-        # grammar allows them.
-        self.tokens = [tokenizer.token_bytes(i) for i in range(count)]
-        self.tokens += [b""] * (vocab_size - count)
-        special = {*tokenizer.special_ids, *eos_ids}
-        self.special_token_ids = sorted(i for i in special if i < vocab_size)
+    def __init__(self, vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> None:
+        self.tokens = vocabulary.tokens
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.special_token_ids = vocabulary.special_ids
+        self._encode = encode
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._encode(text)
 
 
-def make_token_table(tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> TokenTable:
-    """Return llguidance's table of a vocabulary.
+def list_vocabulary(tokenizer: "Tokenizer", vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary:
+    """Return the tokens of a model.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
         vocab_size: the model's number of logits, which masks cover.
-        eos_ids: ids that end a text, at least one.
+        eos_ids: the model's own ids that end a text.
     """
-    known = [i for i in eos_ids if i < vocab_size]
-    vocabulary = _Vocabulary(tokenizer, vocab_size, known)
-    return _load_library().LLTokenizer(vocabulary, n_vocab=vocab_size, eos_token=known)
+    count = min(vocab_size, tokenizer.vocab_size)
+    tokens = [tokenizer.token_bytes(i) for i in range(count)] + [b""] * (vocab_size - count)
+    ends = find_end_ids(eos_ids, vocab_size)
+    special = sorted({i for i in (*tokenizer.special_ids, *ends) if i < vocab_size})
+    return Vocabulary(tokens, special, ends)
+
+
+def find_end_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """Return the ids that end an answer that has a grammar: the model's own. If it has none, the
+    last id of the vocabulary, which then stands for no text: a complete grammar must allow
+    something.
+    """
+    return [i for i in eos_ids if 0 <= i < vocab_size] or [vocab_size - 1]
+
+
+class ExactEncoder:
+    """Encodes texts to tokens with exactly their bytes, as the next part of an answer.
+
+    A tokenizer may put a space before each text (SentencePiece, ``Metaspace``, ``Prepend``). A
+    grammar that leaves no choice of the next bytes allows no such token.
+
+    Args:
+        tokenizer: the checkpoint's tokenizer.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text; where the tokenizer cannot begin with them, the longest that
+        fit, one after the other. What no token fits is left out.
+        """
+        wanted = text.encode()
+        for anchor in ("", *_ANCHORS):
+            ids = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+            found = self._find_end(ids, wanted)
+            if found is not None:
+                return found
+        return self._match(wanted)
+
+    def _find_end(self, ids: list[int], wanted: bytes) -> list[int] | None:
+        """Return the last of the tokens, those that have the wanted bytes; None if none have."""
+        size = 0
+        for start in range(len(ids), -1, -1):
+            if size >= len(wanted):
+                own = b"".join(map(self._tokenizer.token_bytes, ids[start:]))
+                return ids[start:] if own == wanted else None
+            if start:
+                size += len(self._tokenizer.token_bytes(ids[start - 1]))
+        return None
+
+    def _match(self, wanted: bytes) -> list[int]:
+        ids: list[int] = []
+        begin, longest = 0, max(map(len, self._ids_by_bytes))
+        while begin < len(wanted):
+            for end in range(min(begin + longest, len(wanted)), begin, -1):
+                token_id = self._ids_by_bytes.get(wanted[begin:end])
+                if token_id is not None:
+                    ids.append(token_id)
+                    break
+            else:
+                return ids
+            begin = end
+        return ids
+
+    @cached_property
+    def _ids_by_bytes(self) -> dict[bytes, int]:
+        tokenizer, special = self._tokenizer, set(self._tokenizer.special_ids)
+        count = tokenizer.vocab_size
+        return {tokenizer.token_bytes(i): i for i in range(count - 1, -1, -1) if i not in special}
+
+
+def make_token_table(
+    vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None
+) -> TokenTable:
+    """Return llguidance's table of a vocabulary.
+
+    Args:
+        vocabulary: the tokens.
+        encode: returns the token ids of a text that the grammar leaves no choice of; None: the
+            table only compiles grammars and makes no masks.
+    """
+    wrapper = _Wrapper(vocabulary, encode if encode is not None else lambda _: [])
+    size = len(vocabulary.tokens)
+    return _load_library().LLTokenizer(wrapper, n_vocab=size, eos_token=vocabulary.eos_ids)
 
 
 def find_fault(table: TokenTable, grammar: str) -> str:
@@ -123,7 +219,6 @@ def write_grammar(kind: str, text: str) -> str:
     )
 
 
-@lru_cache(maxsize=64)
 def _write_schema(text: str) -> str:
     """Return the grammar of a schema, rewritten if it has keywords that llguidance lacks."""
     library = _load_library()

@@ -1,68 +1,145 @@
 """Grammars of answers: read from the fields of requests, checked, and passed to the instances.
 
-Each grammar is compiled once here, so that its client is told of errors. The instances compile it
-again, with the same vocabulary and limits. All functions block: call them on the server's threads.
+Each grammar is compiled once here, in a process with limits of time and memory, so that its client
+is told of errors. The instances compile it again, with the same vocabulary and limits. All
+functions block: call them on the server's threads.
 """
 
+import hashlib
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.core.errors import ConfigError
+import msgspec
+
+import tandem.server.text
+from tandem.core.errors import ConfigError, DeadlineError, PeerLostError
 from tandem.core.wire import InstanceInfo
-from tandem.models.tokenizing.grammars import (
-    TokenTable,
-    find_fault,
-    make_token_table,
-    write_grammar,
-)
+from tandem.models.tokenizing.grammars import list_vocabulary
 from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.models.tokenizing.tokenizer import Tokenizer
+from tandem.server.text.bounded_process import BoundedProcesses
 
-__all__ = ["GrammarChecks", "ResponseForm", "join_grammars", "read_grammar", "write_literal"]
+__all__ = ["GrammarCompiler", "ResponseForm", "join_grammars", "read_grammar", "write_literal"]
 
-_MAX_KNOWN = 256
-"""Number of grammars for which it is remembered whether they compile."""
+_WORKER = Path(tandem.server.text.__path__[0], "grammar_worker.py")
+_MAX_KNOWN_BYTES = 1 << 23
+"""Bytes of results that are remembered, because clients often repeat their grammars."""
+_ENTRY_BYTES = 256
+"""Bytes of a remembered result beside its text."""
+_MAX_CHARS = 1 << 18
+"""Longest grammar, in llguidance's form. The first mask of a longer one may take a second, and each
+further one tens of milliseconds."""
 
 
-class GrammarChecks:
-    """The check that grammars compile with the vocabulary of the served model.
+class GrammarCompiler:
+    """Converts and compiles grammars in separate processes; remembers the results.
 
     Args:
         tokenizer: tokenizer of the model.
+        timeout_s: time limit of a conversion or compilation, seconds.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, timeout_s: float = 5.0) -> None:
         self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._table: TokenTable | None = None
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._processes: BoundedProcesses | None = None
+        self._is_closed = False
+        self._known: OrderedDict[bytes, tuple[bool, str]] = OrderedDict()
+        """Results by digest of the question, the least recently used first."""
+        self._known_bytes = 0
 
-    def check(self, grammar: str, info: InstanceInfo, field: str) -> None:
-        """Check that a grammar compiles.
+    def write(self, info: InstanceInfo, kind: str, text: str, field: str) -> str:
+        """Return a grammar in llguidance's form.
 
         Args:
-            grammar: a result of ``write_grammar``.
+            info: facts about the model.
+            kind: as of ``write_grammar``.
+            text: the grammar.
+            field: field of the request that has the grammar, for errors.
+
+        Raises:
+            ConfigError: the text does not parse as this kind, or takes too much time or memory.
+        """
+        return self._ask(kind, text, info, field)
+
+    def check(self, grammar: str, info: InstanceInfo, field: str) -> None:
+        """Check that a grammar compiles with the vocabulary of the model.
+
+        Args:
+            grammar: a result of ``write``.
             info: facts about the model.
             field: field of the request that has the grammar, for errors.
 
         Raises:
-            ConfigError: it does not compile; with llguidance's message.
+            ConfigError: it does not compile, or takes too much time or memory.
         """
+        if len(grammar) > _MAX_CHARS:
+            what = f"{field}: a grammar of {len(grammar)} characters: give up to {_MAX_CHARS}"
+            raise ConfigError("server.check_grammar", what, field=field)
+        self._ask("", grammar, info, field)
+
+    def close(self) -> None:
+        """End the processes; what they are working on fails."""
         with self._lock:
-            if self._table is None:
-                self._table = make_token_table(self._tokenizer, info.vocab_size, info.eos_token_ids)
-            table, fault = self._table, self._known.get(grammar)
-        if fault is None:
-            fault = find_fault(table, grammar)
-            with self._lock:
-                self._known[grammar] = fault
-                if len(self._known) > _MAX_KNOWN:
-                    self._known.popitem(last=False)
-        if fault:
-            raise ConfigError("server.check_grammar", f"{field}: {fault[:2000]}", field=field)
+            self._is_closed = True
+        if self._processes is not None:
+            self._processes.close()
+
+    def _ask(self, kind: str, text: str, info: InstanceInfo, field: str) -> str:
+        question = msgspec.msgpack.encode((kind, text))
+        key = hashlib.sha256(question).digest()
+        with self._lock:
+            result = self._known.get(key)
+            if result is not None:
+                self._known.move_to_end(key)
+        if result is None:
+            result = self._run(question, info)
+            self._remember(key, result)
+        is_good, answer = result
+        if not is_good:
+            raise ConfigError("server.check_grammar", f"{field}: {answer}", field=field)
+        return answer
+
+    def _run(self, question: bytes, info: InstanceInfo) -> tuple[bool, str]:
+        try:
+            return self._start(info).run(question, self._timeout_s)
+        except DeadlineError:
+            return False, (
+                f"the grammar takes more than {self._timeout_s:g} s to compile "
+                "(server.grammar_timeout_s): use a simpler one"
+            )
+        except PeerLostError as error:
+            if self._is_closed:
+                raise
+            return False, f"the grammar takes too much memory: use a simpler one ({error.what})"
+
+    def _start(self, info: InstanceInfo) -> BoundedProcesses:
+        with self._lock:
+            if self._is_closed:
+                raise PeerLostError("server.check_grammar", "the server is stopping")
+            if self._processes is None:
+                made = list_vocabulary(self._tokenizer, info.vocab_size, info.eos_token_ids)
+                first = msgspec.msgpack.encode(made)
+                self._processes = BoundedProcesses(_WORKER, first, "server.check_grammar")
+            return self._processes
+
+    def _remember(self, key: bytes, result: tuple[bool, str]) -> None:
+        size = len(result[1]) + _ENTRY_BYTES
+        if size > _MAX_KNOWN_BYTES:
+            return
+        with self._lock:
+            if key in self._known:
+                return
+            self._known[key] = result
+            self._known_bytes += size
+            while self._known_bytes > _MAX_KNOWN_BYTES:
+                _, (_, text) = self._known.popitem(last=False)
+                self._known_bytes -= len(text) + _ENTRY_BYTES
 
 
 class ResponseForm(Protocol):
@@ -87,13 +164,18 @@ _KINDS = {
 """Kind of grammar by field name; vLLM's names have "guided", SGLang's do not."""
 
 
+Write = Callable[[str, str, str], str]
+"""Function that converts a grammar, given its kind, its text and its field."""
+
+
 def read_grammar(
-    source: object, form: ResponseForm | None = None, prefix: str = ""
+    source: object, write: Write, form: ResponseForm | None = None, prefix: str = ""
 ) -> tuple[str, str]:
     """Return the grammar that a request asks for, and the field that has it; both empty if none.
 
     Args:
         source: object with some of the fields in ``_KINDS``, and perhaps ``structured_outputs``.
+        write: converts it.
         form: ``response_format``, if the API has it.
         prefix: path of ``source`` in the body, for errors.
 
@@ -121,7 +203,7 @@ def read_grammar(
             "server.read_grammar", f"{fields} exclude each other", field=next(iter(asked))
         )
     for field, (kind, value) in asked.items():
-        return _write(kind, value, field), field
+        return _write(write, kind, value, field), field
     return "", ""
 
 
@@ -142,15 +224,12 @@ def _read_form(form: ResponseForm) -> Any:
     )
 
 
-def _write(kind: str, value: Any, field: str) -> str:
+def _write(write: Write, kind: str, value: Any, field: str) -> str:
     if kind in ("json_schema", "choice") and not isinstance(value, str):
         value = json.dumps(value, ensure_ascii=False)
     if not isinstance(value, str):
         raise ConfigError("server.read_grammar", f"{field} is not a text", field=field)
-    try:
-        return write_grammar(kind, value)
-    except ValueError as error:
-        raise ConfigError("server.read_grammar", f"{field}: {error}", field=field) from error
+    return write(kind, value, field)
 
 
 def join_grammars(rules: str, **parts: str) -> str:
@@ -158,7 +237,7 @@ def join_grammars(rules: str, **parts: str) -> str:
 
     Args:
         rules: rules in Lark, whose ``start`` refers to the parts by ``@NAME``.
-        parts: grammars by name; each a result of ``write_grammar``, or Lark.
+        parts: grammars by name; each a result of ``GrammarCompiler.write``, or Lark.
     """
     grammars: list[dict[str, Any]] = [{"name": "answer", "lark_grammar": rules}]
     for name, grammar in parts.items():

@@ -263,10 +263,10 @@ class PromptEncoder:
             _logger.warning("event=chat_template_broken error=%s", error)
 
     def close(self) -> None:
-        """End the threads and the processes of the template."""
-        self.threads.close()
+        """End the processes of the template, for which threads may wait, and then the threads."""
         if self._template is not None:
             self._template.close()
+        self.threads.close()
 
 
 def _cut_after(text: str, final: str) -> str:

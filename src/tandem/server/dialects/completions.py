@@ -139,9 +139,10 @@ async def answer_completion(context: ServerContext, http: Request) -> Response:
 
 def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
     """Return the generations and the renderer for a request of completions."""
-    grammar, field = read_grammar(request, request.response_format)
     model = context.find_model(request.model)
     info = context.ready_info()
+    write = partial(context.grammars.write, info)
+    grammar, field = read_grammar(request, write, request.response_format)
     if grammar:
         context.grammars.check(grammar, info, field)
     n = request.n if request.n is not None else 1

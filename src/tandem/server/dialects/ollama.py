@@ -246,7 +246,8 @@ def _plan_generate(context: ServerContext, request: OllamaGenerateRequest) -> Ta
     if has_template and request.raw is not True and not request.suffix:
         return _plan(context, request, chat, model, is_chat=False)
     info = context.ready_info()
-    grammar, name = read_grammar(chat, chat.response_format)
+    write = partial(context.grammars.write, info)
+    grammar, name = read_grammar(chat, write, chat.response_format)
     if grammar:
         context.grammars.check(grammar, info, name)
     prompt = request.prompt

@@ -89,7 +89,8 @@ def plan_grammar(
         ConfigError: a grammar does not compile, or a tool does not exist.
     """
     info = context.ready_info()
-    grammar, field = read_grammar(request, request.response_format)
+    write = partial(context.grammars.write, info)
+    grammar, field = read_grammar(request, write, request.response_format)
     calls = _write_tool_grammar(context.encoder, request, tools)
     is_forced = request.tool_choice not in (None, "none", "auto")
     if grammar and is_forced:

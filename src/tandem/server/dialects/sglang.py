@@ -6,6 +6,7 @@ Answers have the form of SGLang 0.5: one object for one prompt, a list for a lis
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -248,7 +249,8 @@ def _plan(
         start = starts[index]
         first = start if num_top is not None and start is not None else -1
         seed = sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed
-        grammar, field = read_grammar(sampling, prefix=prefix)
+        write = partial(context.grammars.write, info)
+        grammar, field = read_grammar(sampling, write, prefix=prefix)
         if grammar:
             context.grammars.check(grammar, info, field)
         text = TextOptions(

@@ -2,16 +2,14 @@
 
 A template is untrusted code from the internet. jinja2's sandbox keeps it from Python's internals,
 and this process limits its memory and time: its address space is limited here, its parent kills it
-at the deadline, its environment is empty. Frames on stdin and stdout are a 4-byte length and
-msgpack; the variables of a conversation are JSON.
+at the deadline, its environment is empty. The first frame is the template, in msgpack; the
+variables of a conversation are JSON.
 """
 
 import datetime
 import json
-import resource
 import sys
-from collections.abc import Callable
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import msgspec
@@ -19,6 +17,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tandem.server.text.worker_frames import answer, limit_memory, read_frame, write_answer
 
 MAX_MEMORY_BYTES = 1 << 29
 """Limit of the address space in bytes; rendering takes a few MiB beside Python's own 100 or so."""
@@ -78,35 +78,11 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
     return "".join(parts)
 
 
-def read_frame(source: BinaryIO) -> bytes | None:
-    """Read one frame (4-byte length, msgpack) from the stream; None at its end."""
-    header = source.read(4)
-    if len(header) < 4:
-        return None
-    return source.read(int.from_bytes(header, "big"))
-
-
-def write_frame(target: BinaryIO, payload: bytes) -> None:
-    """Write one frame (4-byte length, msgpack) to the stream."""
-    target.write(len(payload).to_bytes(4, "big") + payload)
-    target.flush()
-
-
-def answer(work: Callable[[], str]) -> tuple[bool, str]:
-    """Run ``work``; return (True, its text), or (False, the text of its error)."""
-    try:
-        return True, work()
-    except MemoryError:
-        return False, "out of memory"
-    except Exception as error:  # noqa: BLE001 - the error text is returned.
-        return False, f"{type(error).__name__}: {error}"[:1000]
-
-
 def main() -> None:
     """Compile the template that the first frame brings, then render one conversation for each
     further frame.
     """
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    limit_memory(MAX_MEMORY_BYTES)
     source, target = sys.stdin.buffer, sys.stdout.buffer
     compiled: list[jinja2.Template] = []
 
@@ -119,11 +95,11 @@ def main() -> None:
         return
     text = frame
     reply = answer(lambda: compile_first(text))
-    write_frame(target, msgspec.msgpack.encode(reply))
+    write_answer(target, reply)
     while compiled and (frame := read_frame(source)) is not None:
         variables, max_chars = msgspec.json.decode(frame, type=tuple[dict[str, Any], int])
         reply = answer(lambda v=variables, m=max_chars: render(compiled[0], v, m))
-        write_frame(target, msgspec.msgpack.encode(reply))
+        write_answer(target, reply)
 
 
 if __name__ == "__main__":
