@@ -13,6 +13,7 @@ import pytest
 
 import tandem
 from demo_file import MESSAGES, NUM_TOKENS, answer, make_folder, write_file
+from shared import Shared
 from tandem.core.errors import ConfigError, PeerLostError
 
 PROMPTS = ["The capital of", "Once upon a time"]
@@ -24,10 +25,15 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
+def models(folder):
     file = str(write_file(folder))
-    with tandem.LLM(file, dtype="bfloat16", max_model_len=512) as opened:
-        yield opened
+    with Shared(lambda: tandem.LLM(file, dtype="bfloat16", max_model_len=512)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def llm(models):
+    return models.get()
 
 
 def test_a_gguf_file_alone_answers_as_its_folder(llm, folder):
@@ -130,9 +136,10 @@ def check_that_closing_ends_requests(llm):
         llm.generate("a")
 
 
-def test_closing_ends_a_request_in_flight_with_an_error(llm):
-    """Last of those that share it: to start another takes as long as all of them."""
-    check_that_closing_ends_requests(llm)
+def test_closing_ends_a_request_in_flight_with_an_error(models):
+    """Last of this file: to start another model takes as long as all of its tests."""
+    with models.use_up() as llm:
+        check_that_closing_ends_requests(llm)
 
 
 @pytest.mark.slow

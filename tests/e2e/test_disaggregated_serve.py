@@ -42,10 +42,15 @@ def pair(serve_demo_module, tmp_path_factory):
 
 @pytest.fixture
 def whole(pair):
-    """The pair; afterwards it is whole again and holds nothing."""
+    """The pair; before and afterwards it is whole and holds nothing."""
+    wait_until_whole(pair)
     yield pair
-    pair.wait_until(lambda: is_whole(pair), RECOVERY_S)
-    pair.wait_until(lambda: pair.is_idle() and not pair.stats()["num_held"], RECOVERY_S)
+    wait_until_whole(pair)
+
+
+def wait_until_whole(server):
+    server.wait_until(lambda: is_whole(server), RECOVERY_S)
+    server.wait_until(lambda: server.is_idle() and not server.stats()["num_held"], RECOVERY_S)
 
 
 def find(server, name):
@@ -127,23 +132,25 @@ def stopped(pid):
 @pytest.mark.parametrize("body", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_tokens_and_logprobs_are_those_of_one_instance(server, whole, body):
     """The first token, its logprobs and the sampler's state come from the prefill instance."""
-    before = whole.stats()
+    ask(whole, {}, "/flush_cache")
+    before, fallen = whole.stats(), fallbacks(whole)
     ours = [ask(whole, body), ask(whole, body)]
     truth = ask(server, body)
     assert [answer["choices"] for answer in ours] == 2 * [truth["choices"]]
     assert ours[0]["usage"]["completion_tokens"] == 24
     after = whole.stats()
-    assert after["peer_read_blocks"] > before["peer_read_blocks"] or before["peer_read_blocks"]
+    assert after["peer_read_blocks"] > before["peer_read_blocks"]
     assert after["prompt_tokens"] - before["prompt_tokens"] == 2 * truth["usage"]["prompt_tokens"]
     # A rail is counted by the bytes that crossed it, announcements and tags included.
     assert sum(after["rail_bytes"].values()) >= after["peer_read_bytes"] > 0
     filled = [each["num_cached_blocks"] for each in list_instances(whole)]
     assert sum(filled) == after["num_cached_blocks"] > 0
-    assert fallbacks(whole) == {}
+    assert fallbacks(whole) == fallen
 
 
 def test_all_kinds_of_requests_and_ends_are_those_of_one_instance(server, whole):
     """Requests that need no decode instance, that score the prompt, that end by a stop."""
+    fallen = fallbacks(whole)
     first = ask(server, GREEDY)["choices"][0]["text"]
     bodies = [
         {**GREEDY, "max_tokens": 1},
@@ -155,7 +162,7 @@ def test_all_kinds_of_requests_and_ends_are_those_of_one_instance(server, whole)
     ]
     for body in bodies:
         assert ask(whole, body)["choices"] == ask(server, body)["choices"], body
-    assert fallbacks(whole) == {}
+    assert fallbacks(whole) == fallen
 
 
 def test_flush_reaches_every_instance_and_a_client_that_leaves_frees_both(whole):
@@ -220,7 +227,8 @@ def test_a_decode_stopped_in_mid_decode(server, whole):
 
 
 def test_a_decode_killed_in_mid_decode(server, pair):
-    """The prefill instance goes on alone; the last test, which does not wait for a restart."""
+    """The prefill instance goes on alone. The next test waits for the other."""
+    wait_until_whole(pair)
     truth = ask(server, LONG)["choices"][0]["text"]
     before = fallbacks(pair).get("decode_peer_lost", 0)
     stream = Streamed(pair, LONG)

@@ -1,6 +1,7 @@
-"""A killed store and instance, full queues, draining, keys: a server, which the last test ends."""
+"""A killed store and instance, full queues, draining, keys: a server, which one test ends."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared import Shared
+
 LONG = {"model": "demo", "prompt": "def f(x):\n", "max_tokens": 200, "ignore_eos": True}
 KEY = {"Authorization": "Bearer s3cret"}
 PREFIX = "def read_file(path):\n    return open(path).read()\n" * 12
@@ -19,13 +22,12 @@ SEGMENTS = Path(f"/dev/shm/tandem-{os.geteuid()}")
 BLOCK = 64
 
 
-@pytest.fixture(scope="module")
-def guarded(serve_demo_module):
-    """A server behind a key, with room for few, and with a store; its client has the key."""
+@contextlib.contextmanager
+def serve_guarded(serve):
     flags = ["--engine.max-running", "16", "--engine.max-queue", "4"]
     flags += ["--server.drain-timeout-s", "600"]
     flags += ["--store.memory", "128MiB", "--tiers.prefetch", "wait"]
-    with serve_demo_module(*flags, env={"TANDEM_SERVER__API_KEY": "s3cret"}) as live:
+    with serve(*flags, env={"TANDEM_SERVER__API_KEY": "s3cret"}) as live:
         live.client.headers.update(KEY)
         yield live
     text = "".join(live.log)
@@ -33,6 +35,20 @@ def guarded(serve_demo_module):
     assert "leaked" not in text
     name = f"serve-{live.process.pid}"
     assert not [entry for entry in SEGMENTS.iterdir() if entry.name.startswith(name)]
+
+
+@pytest.fixture(scope="module")
+def servers(serve_demo_module):
+    with Shared(lambda: serve_guarded(serve_demo_module)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def guarded(servers):
+    """A server behind a key, with room for few, and with a store; its client has the key."""
+    live = servers.get()
+    live.wait_until(live.is_idle)
+    return live
 
 
 def open_client(server) -> httpx.Client:
@@ -95,23 +111,23 @@ def read_fill(server):
     return server.client.get("/server_info").json()["store"]
 
 
-def test_a_prefix_outlives_the_killed_store_and_instance(guarded):
+def test_a_prefix_outlives_the_killed_store_and_instance(servers):
     """What is in the store is found by the next store process, and by the next instance.
 
-    The first test of the server: nothing else is in its store.
+    First of those that share the server: nothing else is in its store.
     """
-    server = guarded
+    server = servers.get_new()
     text, cached = ask_for_prefix(server)
     assert cached == 0
     stored = ask_for_prefix(server)[1] // BLOCK * BLOCK
     # Written behind the answers.
-    server.wait_until(lambda: server.stats()["stored_blocks"] * BLOCK >= stored, 60)
-    server.wait_until(lambda: read_fill(server)["num_objects"] * BLOCK >= stored, 60)
+    server.wait_until(lambda: server.stats()["stored_blocks"] * BLOCK >= stored)
+    server.wait_until(lambda: read_fill(server)["num_objects"] * BLOCK >= stored)
     told = read_fill(server)
     assert 0 < told["used_bytes"] < told["capacity_bytes"] <= 128 << 20
     store = find_store(server)
     os.kill(store, signal.SIGKILL)
-    server.wait_until(lambda: find_store(server) not in (store, None), 60)
+    server.wait_until(lambda: find_store(server) not in (store, None))
     check_that_streams_outlive_a_killed_instance(server)
     again, cached = ask_for_prefix(server)
     assert again == text
@@ -129,7 +145,7 @@ def check_that_streams_outlive_a_killed_instance(server):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         jobs = [pool.submit(stream_to_end, server, seeded, seen.release) for _ in range(4)]
         for _ in jobs:
-            assert seen.acquire(timeout=30)
+            assert seen.acquire(timeout=60)
         os.kill(pid, signal.SIGKILL)
         server.wait_until(lambda: server.client.get("/ready").status_code == 503)
         ready = server.client.get("/ready").json()
@@ -182,22 +198,32 @@ def test_16_streams_4_queued_the_rest_refused(guarded):
     guarded.wait_until(guarded.is_idle)
 
 
-def test_ctrl_c_drains_and_a_second_one_ends_what_runs(guarded):
+def test_ctrl_c_drains_and_a_second_one_ends_what_runs(servers):
     """Last of those that share the server, whose log is looked at after it: status 0, no process.
 
     That a process ends by itself when it is drained is in ``tests/server/edge/test_lifecycle.py``.
     """
-    server = guarded
+    with servers.use_up() as server:
+        check_that_ctrl_c_drains_and_a_second_one_ends_what_runs(server)
+
+
+def check_that_ctrl_c_drains_and_a_second_one_ends_what_runs(server):
+    server.wait_until(server.is_idle)
     instance = server.instance_pid()
+    seen = threading.Semaphore(0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        short = pool.submit(stream_to_end, server, {**LONG, "max_tokens": 200})
-        long = pool.submit(stream_to_end, server, {**LONG, "max_tokens": 2000})
-        server.wait_until(lambda: server.stats()["num_running"] == 2)
+        # Steps of twelve answers for thousands of tokens: far longer than all that is asked here.
+        body = {**LONG, "max_tokens": 1900, "n": 12}
+        long = pool.submit(stream_to_end, server, body, seen.release)
+        assert seen.acquire(timeout=60)
+        short = pool.submit(stream_to_end, server, {**LONG, "max_tokens": 200}, seen.release)
+        assert seen.acquire(timeout=60)
         server.process.send_signal(signal.SIGINT)
         server.wait_until(
             lambda: server.client.post("/v1/completions", json=LONG).status_code == 503
         )
         status, events, _ = short.result(timeout=120)
+        assert not long.done()
         assert (status, events[-1]["choices"][0]["finish_reason"]) == (200, "length")
         server.process.send_signal(signal.SIGINT)
         status, events, _ = long.result(timeout=60)

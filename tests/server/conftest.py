@@ -51,7 +51,7 @@ def talking():
 @pytest.fixture
 def live(talking):
     """That server, which has forgotten what the tests before did."""
-    talking.server.engine.reset()
+    talking.server.renew()
     talking.server.engine.stop_token_id = 0
     return talking.server
 

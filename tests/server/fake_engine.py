@@ -68,6 +68,7 @@ class FakeEngine:
         hang: outputs never come.
         is_down: ``submit`` waits, as it does for an instance that is being replaced; read once.
         num_waiting: requests that wait in ``submit``.
+        pause_at: outputs after which each request waits until this is None.
         timeline: makes the instance's part of a timeline; None: it remembers nothing.
         stop_token_id: ends an answer that is shorter than max_tokens.
         play: makes the answer to each request, in place of ``answer``.
@@ -82,7 +83,7 @@ class FakeEngine:
     die_after: int | None = None
     hang: bool = False
     is_down: bool = False
-    is_paused: bool = False
+    pause_at: int | None = None
     cached_len: int = 0
     stop_token_id: int | None = None
     requests: list[AddRequest] = field(default_factory=list)
@@ -237,7 +238,7 @@ class FakeStream:
         size = engine.tokens_per_step
         steps = [answer[i : i + size] for i in range(0, len(answer), size)] or [[]]
         for number, ids in enumerate(steps):
-            if await self._pause():
+            if await self._pause(number):
                 return
             if engine.die_after == number:
                 engine.held.pop(request.request_id, None)
@@ -251,9 +252,11 @@ class FakeStream:
                 engine.held.pop(request.request_id, None)
             yield self._output(number, ids, reason if is_last else None, stop_id)
 
-    async def _pause(self) -> bool:
-        """Wait for the next step; returns whether the request was cancelled."""
-        while self._engine.is_paused and not self._cancelled.is_set():
+    async def _pause(self, number: int) -> bool:
+        """Wait for a step; returns whether the request was cancelled."""
+        while (at := self._engine.pause_at) is not None and number >= at:
+            if self._cancelled.is_set():
+                return True
             await asyncio.sleep(0.005)
         timeout_s = None if self._engine.hang else self._engine.step_s
         if timeout_s == 0:

@@ -35,6 +35,7 @@ class LiveServer:
     ) -> None:
         self.engine = engine
         self.config = config
+        self._info = engine.info
         self._parts = (tokenizer, model, folder, parts)
         self.app = self.make_app()
         self._started: Future[RunningServer] = Future()
@@ -57,6 +58,16 @@ class LiveServer:
             if self._started.done():
                 raise
             self._started.set_exception(error)
+
+    def renew(self) -> None:
+        """Make the server as it was at its start, for the next of the tests that share it.
+
+        A client has its answer, or leaves, a moment before its request ends: its end is awaited.
+        """
+        lifecycle, engine = self.app.state.context.lifecycle, self.engine
+        wait_until(lambda: not (lifecycle.num_in_flight or engine.held or engine.num_waiting))
+        engine.info = self._info
+        engine.reset()
 
     def call_soon(self, callback) -> None:
         """Let the server's event loop call a function."""

@@ -121,7 +121,7 @@ def test_a_strange_body_is_answered_and_nothing_leaks(shared, request_):
             assert error["type"] == "invalid_request_error"
             error = error["message"]
         assert error
-    assert shared.engine.num_held == 0
+    wait_until(lambda: shared.engine.num_held == 0)
 
 
 @pytest.mark.parametrize("struct", [ChatRequest, CompletionRequest, GenerateRequest])

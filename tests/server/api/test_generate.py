@@ -14,7 +14,7 @@ from serving import wait_until
 @pytest.fixture
 def server(shared, tokenizer):
     live = shared
-    live.engine.reset()
+    live.renew()
     live.engine.answer = tokenizer.encode("the cat sat on the mat\nhello world hello world")
     return live
 

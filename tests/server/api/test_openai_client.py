@@ -16,7 +16,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 @pytest.fixture
 def server(shared, tokenizer):
     live = shared
-    live.engine.reset()
+    live.renew()
     live.engine.answer = tokenizer.encode(ANSWER)
     live.engine.stop_token_id = 0
     live.engine.cached_len = 3

@@ -18,7 +18,7 @@ from tandem.server.edge.auth import ADMIN_PATHS
 
 @pytest.fixture
 def server(shared, tokenizer):
-    shared.engine.reset()
+    shared.renew()
     shared.engine.answer = tokenizer.encode("hello world")
     shared.engine.stop_token_id = 0
     return shared

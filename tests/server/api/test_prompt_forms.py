@@ -36,7 +36,7 @@ def live():
 
 @pytest.fixture
 def client(live):
-    live.engine.reset()
+    live.renew()
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 

@@ -97,7 +97,7 @@ def test_names_with_slashes_are_found(serve_text):
 
 def test_a_request_in_flight_is_told(serve_text):
     live = serve_text()
-    live.engine.is_paused = True
+    live.engine.pause_at = 0
     live.engine.timeline = lambda i: tell(i, state="waiting", output_tokens=1)
     asker = threading.Thread(target=ask, args=(live,), kwargs={"request_id": "now"})
     asker.start()
@@ -106,7 +106,7 @@ def test_a_request_in_flight_is_told(serve_text):
             assert asker.is_alive()
         told = read(live, "now")
     finally:
-        live.engine.is_paused = False
+        live.engine.pause_at = None
         asker.join(20)
     assert not told["is_ended"]
     assert told["choices"][0]["end_s"] is None

@@ -42,7 +42,7 @@ def ask(live):
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
 
         def ask(text, messages=ASK, **options):
-            live.engine.reset()
+            live.renew()
             live.engine.answer = tokenizer.encode(text)
             live.engine.stop_token_id = 0
             return client.chat.completions.create(model="tiny", messages=messages, **options)

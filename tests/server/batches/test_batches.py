@@ -135,7 +135,7 @@ def test_wrong_input_fails_as_a_whole(servers, engine, connect):
 
 def test_cancel_keeps_what_is_answered(servers, engine, connect):
     client = connect(servers.start(engine, batch_width=2))
-    engine.is_paused = True
+    engine.pause_at = 0
     batch = client.begin([make_line(n) for n in range(6)])
     wait_until(lambda: engine.num_held == 2)
     with pytest.raises(openai.ConflictError, match="cancel it first"):
@@ -146,7 +146,7 @@ def test_cancel_keeps_what_is_answered(servers, engine, connect):
     assert batch.request_counts.completed == 0
     wait_until(lambda: engine.num_held == 0)
     assert client.api.files.delete(batch.input_file_id).deleted
-    engine.is_paused = False
+    engine.pause_at = None
     assert client.end(client.begin([make_line(1)])).status == "completed"
 
 
@@ -154,11 +154,11 @@ def test_what_is_late_expires(servers, engine, connect, monkeypatch):
     from tandem.server.batches import worker
 
     client = connect(servers.start(engine, batch_width=2))
-    engine.is_paused = True
+    engine.pause_at = 0
     batch = client.begin([make_line(n) for n in range(5)], completion_window="1m")
     wait_until(lambda: engine.num_held == 2)
     monkeypatch.setattr(worker, "now_s", lambda: batch.expires_at)
-    engine.is_paused = False
+    engine.pause_at = None
     batch = client.end(batch)
     assert batch.status == "expired"
     assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 3)

@@ -202,7 +202,7 @@ def test_of_several_choices_all_are_queued_or_none(serve_text):
 def test_64_streams_at_once_and_the_rest_refused(serve_text):
     live = serve_text()
     live.engine.max_running = 64
-    live.engine.is_paused = True  # Until all have asked, however long that takes here.
+    live.engine.pause_at = 0  # Until all have asked, however long that takes here.
     live.engine.step_s = 0.02
     refused = []
 
@@ -211,7 +211,7 @@ def test_64_streams_at_once_and_the_rest_refused(serve_text):
         async with client.stream("POST", f"{live.url}/v1/completions", json=body) as reply:
             if reply.status_code == 503:
                 refused.append(reply)
-                live.engine.is_paused = len(refused) < 16
+                live.engine.pause_at = 0 if len(refused) < 16 else None
             lines = [line async for line in reply.aiter_lines() if line]
         return reply.status_code, len(lines)
 

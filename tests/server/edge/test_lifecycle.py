@@ -28,7 +28,7 @@ BODY = {"prompt": "hello", "max_tokens": 30, "stream": True}
 
 def test_running_requests_finish_and_new_ones_are_refused(serve_text):
     live = serve_text(drain_timeout_s=WAIT_S)
-    live.engine.step_s = 0.02
+    live.engine.pause_at = 2  # Until all is asked, however long that takes here.
     with requests.post(
         f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S
     ) as reply:
@@ -45,10 +45,27 @@ def test_running_requests_finish_and_new_ones_are_refused(serve_text):
         assert live.get("/health").status_code == 503
         assert live.get("/live").status_code == 200
         assert live.get("/metrics").status_code == 200
+        live.engine.pause_at = None
         rest = [line for line in lines if line]
     assert rest[-1] == b"data: [DONE]"
     assert len(rest) == 30
     live.join()
+
+
+def test_the_next_test_of_a_shared_server_finds_it_as_it_was(serve_text):
+    """Though the last one's client has left a request that runs."""
+    live = serve_text()
+    info = live.engine.info
+    live.engine.pause_at = 1
+    live.engine.info = make_info(info.vocab_size, max_model_len=1 << 20)
+    with requests.post(
+        f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S
+    ) as reply:
+        assert reply.status_code == 200
+        assert live.engine.num_held == 1
+    live.renew()
+    assert live.engine == FakeEngine(info=info)
+    assert live.app.state.context.lifecycle.num_in_flight == 0
 
 
 def test_what_does_not_finish_in_time_is_told_so(serve_text):

@@ -58,16 +58,14 @@ def live(tokenizer):
 @pytest.fixture
 def say(live, tokenizer):
     """Have the model say a text, at so many seconds a token."""
-    wait_until(lambda: live.engine.num_held == 0)
-    live.engine.reset()
+    live.renew()
 
     def say(text: str, step_s: float = 0.0) -> None:
         live.engine.answer = tokenizer.encode(text)
         live.engine.stop_token_id = 0
         live.engine.step_s = step_s
 
-    yield say
-    live.engine.step_s = 0.0
+    return say
 
 
 def send(page, text: str) -> None:

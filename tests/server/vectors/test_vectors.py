@@ -24,11 +24,9 @@ def live():
 
 @pytest.fixture
 def client(live):
-    info = live.engine.info
-    live.engine.reset()
+    live.renew()
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
-    live.engine.info = info
 
 
 def unit(*numbers):
