@@ -26,7 +26,9 @@ BLOCK = 64
 def serve_guarded(serve):
     flags = ["--engine.max-running", "16", "--engine.max-queue", "4"]
     flags += ["--server.drain-timeout-s", "600"]
-    flags += ["--store.memory", "128MiB", "--tiers.prefetch", "wait"]
+    # What the store has is loaded, however long that takes here.
+    flags += ["--store.memory", "128MiB", "--tiers.prefetch", "wait", "--tiers.decision", "load"]
+    flags += ["--tiers.lookup-timeout-ms", "60000", "--tiers.load-deadline-ms", "60000"]
     with serve(*flags, env={"TANDEM_SERVER__API_KEY": "s3cret"}) as live:
         live.client.headers.update(KEY)
         yield live
