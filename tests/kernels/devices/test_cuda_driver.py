@@ -120,6 +120,8 @@ def test_what_the_driver_refuses_has_its_name(library, device):
     stream = CudaStream(ShimStream(library, 99))
     with pytest.raises(InternalError, match=r"cuLaunchHostFunc: CUDA_ERROR_INVALID_HANDLE \(400\)"):
         device.call_host(stream, lambda: None)
+    assert gc.isenabled(), "nothing is queued"
+    assert stream.kept == []
     shim = ctypes.CDLL(library)
     shim.shim_set_init(100)
     try:

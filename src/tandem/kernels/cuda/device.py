@@ -10,10 +10,11 @@ paused while host functions are queued, and during a capture, which it would abo
 ``tools/hardware_check.py`` runs it on a GPU.
 """
 
+import contextlib
 import ctypes
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -136,11 +137,22 @@ class CudaStream:
         if failure is not None:
             raise failure
 
-    def pause_collection(self) -> None:
-        """Pause the garbage collector until ``synchronize``, because host functions are queued."""
-        if not self._is_paused:
-            self._is_paused = True
-            _pause.acquire()
+    @contextlib.contextmanager
+    def pausing_collection(self) -> Generator[None]:
+        """Pause the garbage collector until ``synchronize``: the block queues host functions, or
+        raises and queues none.
+        """
+        # A capture pauses it by itself, and queues nothing.
+        if self._is_paused or self.captured is not None:
+            yield
+            return
+        self._is_paused = True
+        _pause.acquire()
+        try:
+            yield
+        except BaseException:
+            self._resume_collection()
+            raise
 
     def _resume_collection(self) -> None:
         if self._is_paused:
@@ -150,8 +162,11 @@ class CudaStream:
     def __del__(self) -> None:
         self._resume_collection()
 
-    def wrap(self, function: Callable[[], None]) -> Any:
-        """Wrap a Python function for the driver to call; the wrapper is kept alive here."""
+    @contextlib.contextmanager
+    def wrap(self, function: Callable[[], None]) -> Generator[Any]:
+        """Wrap a Python function for the driver to call. The wrapper is kept alive here, unless the
+        block raises, which gives it to the driver.
+        """
 
         def call(_: int | None) -> None:
             if self.failure is not None:
@@ -162,8 +177,13 @@ class CudaStream:
                 self.failure = error
 
         wrapped = HOST_FUNCTION(call)
-        (self.kept if self.captured is None else self.captured).append(wrapped)
-        return wrapped
+        kept = self.kept if self.captured is None else self.captured
+        kept.append(wrapped)
+        try:
+            yield wrapped
+        except BaseException:
+            kept.remove(wrapped)
+            raise
 
 
 class CudaEvent:
@@ -291,9 +311,8 @@ class CudaDevice:
         """Queue a host function on the stream, by the driver."""
         del name
         own = _as_own(stream)
-        if own.captured is None:
-            own.pause_collection()
-        self._driver.launch_host(own.stream.cuda_stream, own.wrap(function))
+        with own.pausing_collection(), own.wrap(function) as wrapped:
+            self._driver.launch_host(own.stream.cuda_stream, wrapped)
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> CudaGraph:
         """Capture the work that ``work`` queues on a stream, as a CUDA graph.
@@ -324,9 +343,8 @@ class CudaDevice:
         """Launch a captured graph on a stream."""
         assert isinstance(graph, CudaGraph), "a graph of another device"
         own = _as_own(stream)
-        if graph.functions:
-            own.pause_collection()
-        with torch.cuda.stream(own.stream):
+        pausing = own.pausing_collection() if graph.functions else contextlib.nullcontext()
+        with torch.cuda.stream(own.stream), pausing:
             graph.graph.replay()
 
 
