@@ -22,6 +22,8 @@ import tandem  # noqa: F401  # Before torch, which then obeys TANDEM_MAX_ISA.
 from tandem.kernels import calibration
 
 sys.path.append(str(Path(__file__).parent))  # For helpers of several folders.
+from process_state import list_changes, read_state
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A plan must not depend on whether this machine was measured before.
 calibration.DEFAULT_ROOT = Path(os.devnull) / "hardware"
@@ -89,6 +91,24 @@ def pytest_runtest_setup() -> None:
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_as_found_by_module() -> Iterator[None]:
+    """Fail where the tests of a file, and what they share, leave the process changed."""
+    before = read_state(with_modules=True)
+    yield
+    changes = list_changes(before, read_state(with_modules=True))
+    assert not changes, "the tests, or what they share, left this changed"
+
+
+@pytest.fixture(autouse=True)
+def process_as_found(process_as_found_by_module: None) -> Iterator[None]:
+    """Fail where a test leaves the process changed, in which the next one runs."""
+    before = read_state()
+    yield
+    changes = list_changes(before, read_state())
+    assert not changes, "the test left this changed"
 
 
 SHARED = {
