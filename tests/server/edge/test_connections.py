@@ -552,7 +552,8 @@ def test_connections_that_wait_give_way_when_descriptors_are_scarce(serve_text, 
     limit = 6
 
     def is_scarce(_: int) -> bool:
-        return len(live.running._server.server_state.connections) > limit
+        connections = live.running._server.server_state.connections
+        return sum(not each.transport.is_closing() for each in connections) > limit
 
     monkeypatch.setattr("tandem.server.edge.bounded_connection.is_scarce", is_scarce)
     live.engine.step_s = 30.0
