@@ -530,7 +530,7 @@ def test_a_head_has_a_limit_of_time_wherever_it_stops(serve_text):
         (whole + b"GET /he", b"a"): b"HTTP/1.1 408",
         (unfinished, b"d"): b"",
     }
-    live.engine.step_s = 0.05
+    live.engine.step_s = 0.01
     stream = requests.post(f"{live.url}/v1/completions", json=BODY, stream=True, timeout=WAIT_S)
     connections = {sent: connect(live) for sent in ends}
     for (first, after), connection in connections.items():
