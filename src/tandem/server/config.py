@@ -179,6 +179,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=0, le=2**50, description="Bytes of all files together; 0 switches batches off."),
     ] = 2**30
+    batch_keep_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=10 * 366 * 86400,
+            description="Seconds for which ended batches, and files that no batch needs, are kept.",
+        ),
+    ] = 30 * 86400.0
     batch_width: Annotated[
         int, Meta(ge=1, le=1024, description="Requests of batches that are answered at once.")
     ] = 16

@@ -16,8 +16,10 @@ from fake_engine import FakeEngine, make_info
 from serving import LiveServers, wait_until
 from vocabularies import make_byte_level_tokenizer
 
+from tandem.core.errors import CapacityError, ConflictError, NotFoundError
 from tandem.core.wire import NO_SLO
-from tandem.server.batches.store import BatchStore
+from tandem.server.batches.store import BatchStore, KeptBatch, Upload
+from tandem.server.protocol.batches import Batch
 
 CHAT = "/v1/chat/completions"
 OVER = {"completed", "failed", "cancelled", "expired"}
@@ -300,6 +302,64 @@ def test_what_a_crash_left_of_an_upload_is_removed(tmp_path):
     assert [file.id for file in again.list_files("ann")] == [kept.id]
     names = {path.name for path in (tmp_path / "files").iterdir()}
     assert names == {kept.id, f"{kept.id}.json"}
+
+
+def test_all_that_clients_make_the_server_keep_counts(tmp_path):
+    """Records and uploads in progress too; what has ended is deleted by its owner or its age."""
+    store = BatchStore(tmp_path, 40_000)
+
+    def add_batch(number, **times):
+        metadata = {f"{i}": "x" * 500 for i in range(16)}
+        batch = Batch(id=f"b{number}", endpoint=CHAT, input_file_id="i", completion_window="1m",
+                      created_at=number, expires_at=0, metadata=metadata, **times)  # fmt: skip
+        store.put_batch(KeptBatch("ann", batch))
+
+    for number in range(4):
+        add_batch(number, status="completed", completed_at=number)
+    with pytest.raises(CapacityError, match="40000 bytes"):
+        add_batch(4)
+    with Upload(store) as room:
+        room.add(1000)
+        with pytest.raises(CapacityError):
+            room.add(4000)
+    store.delete_batch("ann", "b3")
+    with Upload(store) as room:
+        for _ in range(6):
+            room.add(1000)
+        file = store.add_file("ann", "a", "batch", io.BytesIO(b"x" * 5000), 2, room)
+    with pytest.raises(CapacityError):
+        add_batch(5)
+    store.delete_old(2)
+    assert [each.batch.id for each in store.list_batches()] == ["b2"]
+    store.delete_old(3)
+    assert store.list_batches() == []
+    assert store.list_files("ann") == []
+    assert file.bytes == 5000
+    assert store._num_bytes == 0
+    add_batch(6)
+    with pytest.raises(ConflictError, match="cancel it first"):
+        store.delete_batch("ann", "b6")
+    with pytest.raises(NotFoundError):
+        store.delete_batch("bob", "b6")
+    assert BatchStore(tmp_path, 40_000)._num_bytes == store._num_bytes
+
+
+def test_a_page_begins_after_an_id_that_there_is(servers, engine, connect):
+    client = connect(servers.start(engine))
+    batches = [client.end(client.begin([make_line(n)])) for n in range(3)]
+    ids = [each.id for each in client.api.batches.list()]
+    assert sorted(ids) == sorted(each.id for each in batches)
+    assert [each.id for each in client.api.batches.list(limit=2, after=ids[0])] == ids[1:]
+    files = client.api.files.list(limit=2)
+    assert (len(files.data), files.has_more) == (2, True)
+    for listing in (client.api.batches.list, client.api.files.list):
+        with pytest.raises(openai.NotFoundError, match="unknown"):
+            listing(after="unknown")
+    live_url = str(client.api.base_url)
+    assert requests.delete(f"{live_url}batches/{ids[0]}", timeout=20).json()["deleted"]
+    assert [each.id for each in client.api.batches.list()] == ids[1:]
+    with pytest.raises(openai.BadRequestError, match="metadata"):
+        client.begin([make_line(1)], metadata={"a": "x" * 600})
 
 
 def test_a_form_is_in_utf8_and_a_page_has_a_number(servers, monkeypatch):

@@ -238,6 +238,7 @@ def _list_batches() -> list[Endpoint]:
         Endpoint("/v1/batches", _POST, files.create_batch, batches.Batch, batches.BatchRequest),
         Endpoint("/v1/batches", _GET, files.list_batches, batches.BatchList),
         Endpoint("/v1/batches/{id}", _GET, files.get_batch, batches.Batch),
+        Endpoint("/v1/batches/{id}", ("DELETE",), files.delete_batch, batches.DeletedBatch),
         Endpoint("/v1/batches/{id}/cancel", _POST, files.cancel_batch, batches.Batch),
     ]
 

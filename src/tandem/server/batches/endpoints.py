@@ -2,7 +2,8 @@
 
 import asyncio
 import uuid
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
 
 import msgspec
 from python_multipart.multipart import parse_options_header
@@ -12,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message, Receive
 
-from tandem.core.errors import ConfigError, ConflictError, UnsupportedError
-from tandem.server.batches.store import KeptBatch
+from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
+from tandem.server.batches.store import BatchStore, KeptBatch, Upload
 from tandem.server.batches.worker import BatchWorker, now_s
 from tandem.server.context import ServerContext
 from tandem.server.edge.http_errors import HttpError
@@ -21,13 +22,16 @@ from tandem.server.protocol.batches import (
     Batch,
     BatchList,
     BatchRequest,
+    DeletedBatch,
     DeletedFile,
     FileList,
+    FileObject,
 )
 
 __all__ = [
     "cancel_batch",
     "create_batch",
+    "delete_batch",
     "delete_file",
     "get_batch",
     "get_file",
@@ -44,6 +48,8 @@ _MAX_FIELDS = 16
 _FORM_BYTES = 1 << 16
 """Largest size in bytes of an upload's multipart form beside the file in it."""
 _MAX_LISTED = 100
+_MAX_FILES_LISTED = 10_000
+_Kept = TypeVar("_Kept", Batch, FileObject)
 
 
 def _answer(document: msgspec.Struct) -> Response:
@@ -63,14 +69,23 @@ def _find_owner(context: ServerContext, http: Request) -> str:
 
 async def upload_file(context: ServerContext, http: Request) -> Response:
     """Store a file for a batch."""
-    store = _find_worker(context).store
+    store, config = _find_worker(context).store, context.config
     _check_form(http.headers.get("content-type"))
-    limit = context.config.batch_bytes + _FORM_BYTES
-    bounded = Request(http.scope, _bound_receive(http.receive, limit))
+    declared = http.headers.get("content-length", "0")
+    if int(declared) > config.batch_bytes + _FORM_BYTES:
+        _refuse_size(config.batch_bytes)
+    with Upload(store) as room:
+        receive = _bound_receive(http.receive, room, config.batch_bytes, config.body_timeout_s)
+        return await _store_upload(context, Request(http.scope, receive), store, room)
+
+
+async def _store_upload(
+    context: ServerContext, http: Request, store: BatchStore, room: Upload
+) -> Response:
     try:
         async with (
             asyncio.timeout(context.config.request_timeout_s),
-            bounded.form(max_files=1, max_fields=_MAX_FIELDS) as form,
+            http.form(max_files=1, max_fields=_MAX_FIELDS) as form,
         ):
             upload, purpose = form.get("file"), form.get("purpose")
             if not isinstance(upload, UploadFile):
@@ -85,6 +100,7 @@ async def upload_file(context: ServerContext, http: Request) -> Response:
                 purpose,
                 upload.file,
                 context.now_unix_s(),
+                room,
             )
     except HTTPException as error:
         what = f"the body is no form with a file: {error.detail}"
@@ -107,15 +123,21 @@ def _check_form(content_type: str | None) -> None:
         raise UnsupportedError("server.files", what, field="charset")
 
 
-def _bound_receive(receive: Receive, limit: int) -> Receive:
+def _bound_receive(receive: Receive, room: Upload, limit: int, pause_s: float) -> Receive:
+    """Return a function that receives a form as long as its file fits and no part takes longer than
+    ``pause_s``. What has come counts as stored.
+    """
     total = 0
 
     async def receive_some() -> Message:
         nonlocal total
-        message = await receive()
-        total += len(message.get("body", b""))
-        if total > limit:
+        async with asyncio.timeout(pause_s):
+            message = await receive()
+        size = len(message.get("body", b""))
+        total += size
+        if total > limit + _FORM_BYTES:
             _refuse_size(limit)
+        room.add(size)
         return message
 
     return receive_some
@@ -133,8 +155,32 @@ def _refuse_size(limit: int) -> NoReturn:
 async def list_files(context: ServerContext, http: Request) -> Response:
     """List the caller's files, the newest first."""
     purpose = http.query_params.get("purpose")
-    files = _find_worker(context).store.list_files(_find_owner(context, http))
-    return _answer(FileList(data=[f for f in files if purpose in (None, f.purpose)]))
+    store, owner = _find_worker(context).store, _find_owner(context, http)
+    files = await asyncio.to_thread(store.list_files, owner)
+    files = [each for each in files if purpose in (None, each.purpose)]
+    page, has_more = _take_page(http, files, _MAX_FILES_LISTED, _MAX_FILES_LISTED)
+    return _answer(FileList(data=page, has_more=has_more))
+
+
+def _take_page(
+    http: Request, listed: Sequence[_Kept], default: int, most: int
+) -> tuple[list[_Kept], bool]:
+    """Return the part of a list that a query wants, and whether more follows.
+
+    Raises: ConfigError (the limit is no number or out of range); NotFoundError (nothing has the id
+        that the part comes after).
+    """
+    after, limit = http.query_params.get("after"), http.query_params.get("limit", str(default))
+    # The length comes first: Python converts no more than some thousand digits.
+    if not (limit.isdecimal() and len(limit) <= 6 and 1 <= int(limit) <= most):
+        raise ConfigError("server.list", f"limit is {limit[:20]!r}: 1 to {most}", field="limit")
+    begin = 0
+    if after:
+        begin = next((i for i, each in enumerate(listed, 1) if each.id == after), 0)
+        if not begin:
+            raise NotFoundError("server.list", f"there is no {after[:100]!r} here", field="after")
+    end = begin + int(limit)
+    return [*listed[begin:end]], end < len(listed)
 
 
 async def get_file(context: ServerContext, http: Request) -> Response:
@@ -154,12 +200,6 @@ async def delete_file(context: ServerContext, http: Request) -> Response:
     """Delete a file, unless a batch still needs it."""
     store, owner = _find_worker(context).store, _find_owner(context, http)
     file_id = http.path_params["id"]
-    for kept in store.list_batches(owner):
-        batch = kept.batch
-        used = (batch.input_file_id, batch.output_file_id, batch.error_file_id)
-        if not kept.is_over and file_id in used:
-            what = f"batch {batch.id} needs the file: cancel it first"
-            raise ConflictError("server.files", what, field="file_id")
     await asyncio.to_thread(store.delete_file, owner, file_id)
     return _answer(DeletedFile(id=file_id))
 
@@ -196,24 +236,23 @@ async def get_batch(context: ServerContext, http: Request) -> Response:
 
 async def list_batches(context: ServerContext, http: Request) -> Response:
     """List the caller's batches, the newest first."""
-    kept = _find_worker(context).store.list_batches(_find_owner(context, http))
-    batches = [each.batch for each in kept]
-    after, limit = http.query_params.get("after"), http.query_params.get("limit", "20")
-    # The length comes first: Python converts no more than some thousand digits.
-    if not (limit.isdecimal() and len(limit) <= 3 and 1 <= int(limit) <= _MAX_LISTED):
-        what = f"limit is {limit[:20]!r}: 1 to {_MAX_LISTED}"
-        raise ConfigError("server.batches", what, field="limit")
-    if after is not None:
-        ids = [batch.id for batch in batches]
-        batches = batches[ids.index(after) + 1 :] if after in ids else []
-    page = batches[: int(limit)]
+    store, owner = _find_worker(context).store, _find_owner(context, http)
+    kept = await asyncio.to_thread(store.list_batches, owner)
+    page, has_more = _take_page(http, [each.batch for each in kept], 20, _MAX_LISTED)
     reply = BatchList(
         data=page,
         first_id=page[0].id if page else None,
         last_id=page[-1].id if page else None,
-        has_more=len(page) < len(batches),
+        has_more=has_more,
     )
     return _answer(reply)
+
+
+async def delete_batch(context: ServerContext, http: Request) -> Response:
+    """Forget a batch that has ended; its files stay."""
+    store, batch_id = _find_worker(context).store, http.path_params["id"]
+    await asyncio.to_thread(store.delete_batch, _find_owner(context, http), batch_id)
+    return _answer(DeletedBatch(id=batch_id))
 
 
 async def cancel_batch(context: ServerContext, http: Request) -> Response:

@@ -2,7 +2,8 @@
 restarts.
 
 The folder has ``files/ID`` with a file's content, and ``files/ID.json`` and ``batches/ID.json``
-with records, which are replaced atomically. The output of a batch is a file that grows by a line
+with records, which are replaced atomically. All of it counts in the limit, as do uploads that have
+not ended; what has ended long ago is deleted. The output of a batch is a file that grows by a line
 for each request, so that after a restart it goes on after the last complete line. If the disk is
 full, nothing changes, and what was begun is undone. All methods block; calls may come from any
 thread.
@@ -15,16 +16,20 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import msgspec
 
-from tandem.core.errors import CapacityError, NotFoundError
+from tandem.core.errors import CapacityError, ConflictError, NotFoundError
 from tandem.server.protocol.batches import Batch, FileObject
 
-__all__ = ["BatchStore", "KeptBatch", "KeptFile"]
+__all__ = ["BatchStore", "KeptBatch", "KeptFile", "Upload"]
 
 _COPY_BYTES = 1 << 20
+_RECORD_BYTES = 512
+"""Bytes that a record counts beside its content."""
+MAX_FILES = MAX_BATCHES = 10_000
+"""Numbers of files and of batches that are kept."""
 
 
 class KeptFile(msgspec.Struct):
@@ -45,13 +50,54 @@ class KeptBatch(msgspec.Struct):
         """True once the batch does not change any more."""
         return self.batch.status in ("completed", "failed", "expired", "cancelled")
 
+    @property
+    def ended_at(self) -> int:
+        """Time at which the batch ended, in seconds since 1970."""
+        batch = self.batch
+        ends = (batch.completed_at, batch.failed_at, batch.expired_at, batch.cancelled_at)
+        return max((each for each in ends if each is not None), default=batch.created_at)
+
+    @property
+    def file_ids(self) -> set[str | None]:
+        """Ids of the batch's files."""
+        return {self.batch.input_file_id, self.batch.output_file_id, self.batch.error_file_id}
+
+    def needs(self, file_id: str) -> bool:
+        """Return True if the batch has not ended and has this file."""
+        return not self.is_over and file_id in self.file_ids
+
+
+class Upload:
+    """Room for a file that is arriving. A context manager that gives back what was not used."""
+
+    def __init__(self, store: "BatchStore") -> None:
+        self._store = store
+        self._num_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._store.reserve(-self._num_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """Reserve room for bytes that have come. Raises: CapacityError (there is none)."""
+        self._store.reserve(num_bytes)
+        self._num_bytes += num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Hand over reserved room to the file that the bytes are copied to."""
+        given = min(num_bytes, self._num_bytes)
+        self._num_bytes -= given
+        self._store.reserve(num_bytes - given)
+
 
 class BatchStore:
     """The files and batches in a folder.
 
     Args:
         folder: folder to use; created if it does not exist.
-        max_bytes: limit of the bytes of all files together.
+        max_bytes: limit of the bytes of all files and records together.
 
     Raises:
         OSError: the folder cannot be used.
@@ -63,6 +109,8 @@ class BatchStore:
             each.mkdir(parents=True, exist_ok=True)
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
+        self._record_bytes: dict[str, int] = {}
+        """Bytes that the record of a file or batch counts, by id."""
         self._files: dict[str, KeptFile] = {}
         self._batches: dict[str, KeptBatch] = {}
         for draft in (*self._files_folder.glob("*.new"), *self._batches_folder.glob("*.new")):
@@ -78,21 +126,40 @@ class BatchStore:
             if content.exists():
                 kept.file.bytes = content.stat().st_size
                 self._files[kept.file.id] = kept
+                self._record_bytes[kept.file.id] = _measure(kept)
         for path in self._batches_folder.glob("*.json"):
             kept_batch = msgspec.json.decode(path.read_bytes(), type=KeptBatch)
             self._batches[kept_batch.batch.id] = kept_batch
+            self._record_bytes[kept_batch.batch.id] = _measure(kept_batch)
         self._num_bytes = sum(kept.file.bytes for kept in self._files.values())
+        self._num_bytes += sum(self._record_bytes.values())
 
     # The methods from here to ``put_batch`` manage uploaded files and result files.
 
     def add_file(
-        self, owner: str, name: str, purpose: str, content: BinaryIO | None, created_at: int
+        self,
+        owner: str,
+        name: str,
+        purpose: str,
+        content: BinaryIO | None,
+        created_at: int,
+        upload: Upload | None = None,
     ) -> FileObject:
         """Store a file; without content, it is empty and grows by ``append``.
+
+        Args:
+            owner: digest of the key that owns it, hex.
+            name: name that the client gave it.
+            purpose: purpose that the client gave it.
+            content: its bytes.
+            created_at: time in seconds since 1970.
+            upload: room that the content has already; None: none.
 
         Raises:
             CapacityError: there is no room for it.
         """
+        if len(self._files) >= MAX_FILES:
+            raise _no_room(f"{MAX_FILES} files are kept")
         file = FileObject(
             id=f"file-{uuid.uuid4().hex}",
             bytes=0,
@@ -102,29 +169,38 @@ class BatchStore:
         )
         path = self._files_folder / file.id
         kept = KeptFile(owner, file)
+        num_reserved = 0
         try:
             with _name_full_disk(), path.open("wb") as out:
                 while content is not None and (part := content.read(_COPY_BYTES)):
-                    self._reserve(len(part))
-                    file.bytes += len(part)
+                    if upload is None:
+                        self.reserve(len(part))
+                    else:
+                        upload.take(len(part))
+                    num_reserved += len(part)
                     out.write(part)
+            file.bytes = num_reserved
+            record_bytes = _measure(kept)
+            self.reserve(record_bytes)
+            num_reserved += record_bytes
             _replace(path.with_suffix(".json"), kept)
         except BaseException:
             path.unlink(missing_ok=True)
-            self._reserve(-file.bytes)
+            self.reserve(-num_reserved)
             raise
         with self._lock:
             self._files[file.id] = kept
+            self._record_bytes[file.id] = record_bytes
         return file
 
-    def _reserve(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
+        """Count bytes that are stored, or with a negative number are no more.
+
+        Raises: CapacityError (there is no room for them).
+        """
         with self._lock:
             if num_bytes > 0 and self._num_bytes + num_bytes > self._max_bytes:
-                what = (
-                    f"the files here may have {self._max_bytes} bytes (server.batch_bytes): delete "
-                    "some that are not needed"
-                )
-                raise CapacityError("server.files", what)
+                raise _no_room(f"the files here may have {self._max_bytes} bytes")
             self._num_bytes += num_bytes
 
     def find_file(self, owner: str, file_id: str) -> FileObject:
@@ -146,14 +222,24 @@ class BatchStore:
         return sorted(found, key=lambda file: (-file.created_at, file.id))
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Delete a file that belongs to a key. Raises: NotFoundError (the key has no such file)."""
+        """Delete a file that belongs to a key.
+
+        Raises: NotFoundError (the key has no such file); ConflictError (a batch needs it).
+        """
         with self._lock:
             file = self.find_file(owner, file_id)
-            del self._files[file_id]
-            self._num_bytes -= file.bytes
-            path = self._files_folder / file_id
-            path.with_suffix(".json").unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
+            for kept in self._batches.values():
+                if kept.needs(file_id):
+                    what = f"batch {kept.batch.id} needs the file: cancel it first"
+                    raise ConflictError("server.files", what, field="file_id")
+            self._drop_file(file)
+
+    def _drop_file(self, file: FileObject) -> None:
+        del self._files[file.id]
+        self._num_bytes -= file.bytes + self._record_bytes.pop(file.id)
+        path = self._files_folder / file.id
+        path.with_suffix(".json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
     def find_path(self, file_id: str) -> Path:
         """Return the path of the content of a stored file."""
@@ -174,7 +260,7 @@ class BatchStore:
         Raises:
             CapacityError: the limit of all files or the disk leaves no room; the file is unchanged.
         """
-        self._reserve(len(line))
+        self.reserve(len(line))
         path = self.find_path(file_id)
         with self._lock:
             file = self._files[file_id].file
@@ -186,7 +272,7 @@ class BatchStore:
                 # next line would be appended to that part.
                 with suppress(OSError):
                     os.truncate(path, file.bytes)
-                self._reserve(-len(line))
+                self.reserve(-len(line))
                 raise
             file.bytes += len(line)
 
@@ -206,12 +292,57 @@ class BatchStore:
         """Store the present state of a batch.
 
         Raises:
-            CapacityError: the disk is full. A batch that is known already has its new state in
-                memory; after a restart it has the state that was last written.
+            CapacityError: the disk is full, or there is no room for another batch. A batch that is
+                known already has its new state in memory; after a restart it has the state that
+                was last written.
         """
         with self._lock:
-            _replace(self._batches_folder / f"{kept.batch.id}.json", kept)
-            self._batches[kept.batch.id] = kept
+            batch_id, record_bytes = kept.batch.id, _measure(kept)
+            is_new = batch_id not in self._batches
+            if is_new:
+                if len(self._batches) >= MAX_BATCHES:
+                    raise _no_room(f"{MAX_BATCHES} batches are kept")
+                self.reserve(record_bytes)
+            try:
+                _replace(self._batches_folder / f"{batch_id}.json", kept)
+            except BaseException:
+                if is_new:
+                    self.reserve(-record_bytes)
+                raise
+            if not is_new:
+                self._num_bytes += record_bytes - self._record_bytes[batch_id]
+            self._record_bytes[batch_id] = record_bytes
+            self._batches[batch_id] = kept
+
+    def delete_batch(self, owner: str, batch_id: str) -> None:
+        """Forget a batch that belongs to a key; its files stay.
+
+        Raises: NotFoundError (the key has no such batch); ConflictError (it has not ended).
+        """
+        with self._lock:
+            kept = self.find_batch(owner, batch_id)
+            if not kept.is_over:
+                what = f"batch {batch_id} is {kept.batch.status}: cancel it first"
+                raise ConflictError("server.batches", what, field="batch_id")
+            self._drop_batch(batch_id)
+
+    def _drop_batch(self, batch_id: str) -> None:
+        del self._batches[batch_id]
+        self._num_bytes -= self._record_bytes.pop(batch_id)
+        (self._batches_folder / f"{batch_id}.json").unlink(missing_ok=True)
+
+    def delete_old(self, before: int) -> None:
+        """Forget the batches that ended before a time in seconds since 1970, and the files that
+        were made before it and that no batch needs.
+        """
+        with self._lock:
+            for batch_id, kept in list(self._batches.items()):
+                if kept.is_over and kept.ended_at < before:
+                    self._drop_batch(batch_id)
+            needed = {each for kept in self._batches.values() for each in kept.file_ids}
+            for file_id, kept in list(self._files.items()):
+                if kept.file.created_at < before and file_id not in needed:
+                    self._drop_file(kept.file)
 
     def find_batch(self, owner: str, batch_id: str) -> KeptBatch:
         """Return a batch that belongs to a key.
@@ -230,6 +361,16 @@ class BatchStore:
         with self._lock:
             found = [k for k in self._batches.values() if owner is None or k.owner == owner]
         return sorted(found, key=lambda kept: (-kept.batch.created_at, kept.batch.id))
+
+
+def _measure(record: msgspec.Struct) -> int:
+    return len(msgspec.json.encode(record)) + _RECORD_BYTES
+
+
+def _no_room(what: str) -> CapacityError:
+    return CapacityError(
+        "server.files", f"{what} (server.batch_bytes): delete some that are not needed"
+    )
 
 
 def _replace(path: Path, document: msgspec.Struct) -> None:

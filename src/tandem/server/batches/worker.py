@@ -11,7 +11,7 @@ import fcntl
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +35,8 @@ _logger = logging.getLogger(__name__)
 MAX_LINES = 50_000
 """Largest number of requests in a batch, as at OpenAI; the server keeps their ids in memory."""
 LAST_PRIORITY = 2**31 - 1
+_LOOK_S = 3600.0
+"""Seconds between two looks for what may be deleted."""
 _RETRY_S = 1.0
 """Seconds before a request that was refused for lack of room or instances is sent again."""
 _BUSY = (429, 503)
@@ -88,6 +90,7 @@ async def work_on_batches(
             store,
             _make_sender(find_handler),
             width=config.batch_width,
+            keep_s=config.batch_keep_s,
             max_line_bytes=config.max_body_bytes,
         )
         job = asyncio.create_task(worker.run())
@@ -109,6 +112,7 @@ class BatchWorker:
         store: files and batches.
         send: answers a request, given its path and body; returns status and JSON.
         width: number of requests at a time.
+        keep_s: seconds for which what has ended is kept.
         max_line_bytes: largest size of a request.
     """
 
@@ -118,11 +122,13 @@ class BatchWorker:
         send: Callable[[str, bytes], Awaitable[BatchAnswer]],
         *,
         width: int,
+        keep_s: float,
         max_line_bytes: int,
     ) -> None:
         self.store = store
         self._send = send
         self._width = width
+        self._keep_s = keep_s
         self._max_line_bytes = max_line_bytes
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -136,11 +142,14 @@ class BatchWorker:
         """Run batches until it is cancelled."""
         while True:
             self._wake.clear()
-            waiting = [kept for kept in self.store.list_batches() if not kept.is_over]
-            if not waiting:
-                await self._wake.wait()
+            await asyncio.to_thread(self.store.delete_old, now_s() - int(self._keep_s))
+            waiting = await asyncio.to_thread(self.store.list_batches)
+            waiting = [kept for kept in waiting if not kept.is_over]
+            if waiting:
+                await self._run_batch(waiting[-1])
                 continue
-            await self._run_batch(waiting[-1])
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), min(self._keep_s, _LOOK_S))
 
     async def cancel(self, kept: KeptBatch) -> None:
         """Cancel a batch; its answers so far are kept."""

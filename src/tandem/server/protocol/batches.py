@@ -16,6 +16,7 @@ __all__ = [
     "BatchLine",
     "BatchList",
     "BatchRequest",
+    "DeletedBatch",
     "DeletedFile",
     "FileList",
     "FileObject",
@@ -23,6 +24,10 @@ __all__ = [
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 """Endpoints that a batch may call."""
+
+
+_MetadataKey = Annotated[str, Meta(max_length=64)]
+_MetadataValue = Annotated[str, Meta(max_length=512)]
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -60,7 +65,7 @@ class BatchRequest(msgspec.Struct, kw_only=True):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
     completion_window: Annotated[str, Meta(pattern="^[1-9][0-9]{0,3}[mhd]$")] = "24h"
     """Time within which the batch should complete, such as "30m"; OpenAI allows only "24h"."""
-    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    metadata: Annotated[dict[_MetadataKey, _MetadataValue], Meta(max_length=16)] | None = None
 
 
 class BatchCounts(msgspec.Struct):
@@ -120,6 +125,14 @@ class BatchList(msgspec.Struct, kw_only=True):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class DeletedBatch(msgspec.Struct, kw_only=True):
+    """The answer of DELETE /v1/batches/{id}."""
+
+    id: str
+    object: str = "batch"
+    deleted: bool = True
 
 
 class BatchLine(msgspec.Struct, kw_only=True):
