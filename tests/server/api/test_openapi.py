@@ -160,6 +160,7 @@ FILE_CALLS = [
     ("post", "/v1/files"), ("get", "/v1/files"), ("get", "/v1/files/{id}"),
     ("get", "/v1/files/{id}/content"), ("post", "/v1/batches"), ("get", "/v1/batches"),
     ("get", "/v1/batches/{id}"), ("post", "/v1/batches/{id}/cancel"), ("delete", "/v1/files/{id}"),
+    ("delete", "/v1/batches/{id}"),
 ]  # fmt: skip
 
 
