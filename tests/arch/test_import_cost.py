@@ -56,3 +56,27 @@ def test_the_list_of_commands_imports_none():
     )
     assert "serve" in result.stdout
     assert result.stderr.strip() == "set()"
+
+
+def test_a_wrong_name_is_told_before_torch_is_imported():
+    """Each command in a child of one process that has imported what the commands have in common."""
+    code = (
+        "import os, sys\n"
+        "from tandem.cli.main import main\n"
+        "for command in ('plan', 'serve', 'chat'):\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        sys.argv = ['tandem', command, '/nowhere']\n"
+        "        try: main()\n"
+        "        except SystemExit as end: status = end.code\n"
+        "        sys.stderr.flush()\n"
+        f"        os._exit(9 if set({HEAVY!r}) & sys.modules.keys() else status)\n"
+        "    print(command, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.splitlines() == ["plan 1", "serve 1", "chat 1"], result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 3
+    assert all("no folder or GGUF file '/nowhere'" in line for line in lines), lines

@@ -22,6 +22,7 @@ from tandem.bench.children import start_child
 from tandem.cli.extras import require_serve
 from tandem.core.config import child_environment
 from tandem.core.errors import ConfigError, InternalError, PeerLostError
+from tandem.models.loading.hub import resolve_folder
 
 if TYPE_CHECKING:
     import httpx
@@ -77,7 +78,8 @@ def connect(
     ``url`` lists.
 
     Raises: InternalError (the server does not start; with its last lines); PeerLostError (no server
-        at ``url``); ConfigError (malformed address or key); UnsupportedError (missing packages).
+        at ``url``); ConfigError (malformed address or key); NotFoundError (no such model);
+        UnsupportedError (missing packages).
     """
     if url is not None:
         with _open_client(trim_url(url), api_key) as client:
@@ -85,6 +87,7 @@ def connect(
         return
     require_serve()
     model = "demo" if model is None else model
+    resolve_folder(model)
     key = secrets.token_urlsafe(24)
     process = start_child(
         [sys.executable, "-m", "tandem", "serve", model, "--port", "0", *server_flags],

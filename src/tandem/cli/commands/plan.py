@@ -12,6 +12,8 @@ import typer
 from tandem.cli.config import PLAN_SETTINGS, Config, load_config, with_config_flags
 from tandem.cli.output import JsonFlag, print_json, print_next, show_work
 from tandem.core.errors import ConfigError, NotFoundError
+from tandem.models.deferred_imports import defer_imports
+from tandem.models.loading.hub import resolve_folder
 
 __all__ = ["plan"]
 
@@ -168,16 +170,8 @@ def plan(
     if rules is not None or modules or device != "cpu":
         _show_modules(settings, rules, device, json=json)
         return
-    from tandem.cli.planning.serving import follow_wishes, show_serving
-    from tandem.kernels.calibration import read_calibration
-    from tandem.models.loading.hub import resolve_folder
-    from tandem.models.own.plan import open_served
-
-    settings, wished = follow_wishes(
-        settings, context=context or 0, users=users or 0, quality=quality or ""
-    )
-    # The model's folder is looked up before the machine is measured, which takes seconds, so that a
-    # wrong name is found first.
+    # The model's folder is looked up before anything is imported or measured, which takes seconds,
+    # so that a wrong name is found first.
     try:
         folder = resolve_folder(settings.model.path, revision=settings.model.revision)
     except NotFoundError as error:
@@ -186,6 +180,14 @@ def plan(
             raise
         what = f"{error.what}; or plan from its configuration alone: `tandem plan {known}`"
         raise NotFoundError("cli.plan", what) from error
+    defer_imports()
+    from tandem.cli.planning.serving import follow_wishes, show_serving
+    from tandem.kernels.calibration import read_calibration
+    from tandem.models.own.plan import open_served
+
+    settings, wished = follow_wishes(
+        settings, context=context or 0, users=users or 0, quality=quality or ""
+    )
     open_served(folder)
     with show_work("measuring this machine"):
         read_calibration(is_new=measure)
@@ -196,7 +198,6 @@ def plan(
 
 def _show_modules(settings: Config, rules: Path | None, device: str, *, json: bool) -> None:
     """Print, for each module of the model, the rule that applies and the operator that it gives."""
-    from tandem.models.loading.hub import resolve_folder
     from tandem.models.planning.plan_report import render_plan
     from tandem.models.planning.planner import plan_model
 

@@ -27,6 +27,8 @@ from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
+from tandem.models.deferred_imports import defer_imports
+from tandem.models.loading.hub import resolve_folder
 from tandem.server.config import ACCESS_LOGGER
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ def serve(
         )
     check_store(settings.store)
     settings.cluster.require_pairs()
+    # A wrong name is found before anything is imported, which takes seconds.
+    resolve_folder(settings.model.path, revision=settings.model.revision)
+    defer_imports()
     if dry_run:
         from tandem.cli.planning.serving import show_serving
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 
 from tandem.kernels.interfaces import Shard, WeightReader
 from tandem.kernels.weights.blocks import CodedMatrix
@@ -150,6 +148,9 @@ def _list_renamings(model_type: str) -> list[tuple[str, str]]:
     """Return transformers' pairs of (pattern of a checkpoint's name, replacement in the
     module's).
     """
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
     mapping: Any = get_checkpoint_conversion_mapping(model_type)
     return [
         (rule.source_patterns[0], rule.target_patterns[0])

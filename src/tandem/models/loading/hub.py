@@ -5,6 +5,7 @@ huggingface_hub does the downloading: it resumes, honours mirrors (HF_ENDPOINT) 
 and converts the library's errors to ours.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ code.
 DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """Folder of the model that the package ships; examples/demo_model made it."""
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+"""Form of a hub id, which huggingface_hub then checks; the library takes a while to import."""
 
 Progress = Callable[[int, int, str], None]
 """``progress(done_bytes, total_bytes, what)``; ``total_bytes`` is 0 while unknown."""
@@ -75,13 +79,15 @@ def pull(model_id: str, *, revision: str | None = None, progress: Progress | Non
 
 
 def _looks_like_id(text: str) -> bool:
+    if HUB_ID.fullmatch(text) is None:
+        return False
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
         validate_repo_id(text)
     except HFValidationError:
         return False
-    return text.count("/") == 1
+    return True
 
 
 def _snapshot(

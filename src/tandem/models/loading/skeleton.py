@@ -14,6 +14,7 @@ from tandem.core.errors import ConfigError
 from tandem.kernels.interfaces import AttentionRule
 from tandem.kernels.native import Buffer
 from tandem.kernels.operators.operator import current_step
+from tandem.models.deferred_imports import computing_shapes
 from tandem.models.families import choose_auto_class, classifies
 from tandem.placement.rules import ModuleInfo
 
@@ -71,6 +72,7 @@ def attend_paged(
     return (out if value_dim == width else out[..., :value_dim]), None
 
 
+@computing_shapes()
 def build_skeleton(config: Any, attention: str | None = ATTENTION_NAME) -> "PreTrainedModel":
     """Build the model of ``config`` on the meta device.
 

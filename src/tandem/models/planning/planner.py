@@ -30,6 +30,7 @@ from tandem.kernels.devices import has_native_kernels
 from tandem.kernels.weights.formats import WeightFormat, find_format
 from tandem.kernels.weights.head_matrix import choose_head_format, count_head_bytes
 from tandem.kernels.weights.recode import group_formats
+from tandem.models.deferred_imports import computing_shapes
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
 from tandem.models.loading.skeleton import build_skeleton
@@ -57,6 +58,7 @@ from tandem.placement.rules import Rule
 __all__ = ["describe_model", "plan_model"]
 
 
+@computing_shapes()
 def describe_model(path_or_id: str | Path) -> ModelSpec:
     """Describe a checkpoint from its ``config.json`` and transformers' modules for it.
 
@@ -70,6 +72,7 @@ def describe_model(path_or_id: str | Path) -> ModelSpec:
     return _describe(checkpoint, layers, matrices, vectors, stored)
 
 
+@computing_shapes()
 def plan_model(
     path_or_id: str | Path,
     *,

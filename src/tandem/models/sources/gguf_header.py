@@ -209,11 +209,31 @@ class _Cursor:
                 f"{what} has {count} elements: all arrays together may have {MAX_ELEMENTS}",
             )
         if kind == STRING:
-            return [self.text(what) for _ in range(count)]
+            return self._texts(count, what)
         if kind not in SCALARS:
             raise _corrupt(self.path, f"{what} is an array of type {kind}: not of this format")
         dtype = np.dtype(SCALARS[kind][1])
         return np.frombuffer(self.take(count * dtype.itemsize, what), dtype)
+
+    def _texts(self, count: int, what: str) -> list[str]:
+        """Read the strings of an array, of which a vocabulary has hundreds of thousands."""
+        read_length = struct.Struct("<Q").unpack_from
+        data, position, end = self._data, self.position, self._end
+        texts: list[str] = []
+        for _ in range(count):
+            begin = position + 8
+            position = begin + read_length(data, position)[0] if begin <= end else end + 1
+            if position > end:
+                # ``text`` raises the error that says which part is cut.
+                self.position = begin - 8
+                texts.append(self.text(what))
+            raw = data[begin:position]
+            try:
+                texts.append(raw.decode())
+            except UnicodeDecodeError:
+                texts.append(raw.decode("utf-8", "replace"))
+        self.position = position
+        return texts
 
 
 def _read(cursor: _Cursor) -> GgufHeader:
