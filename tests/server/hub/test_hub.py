@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import LiveServer
 from vocabularies import make_byte_level_tokenizer
 
-from tandem.core.errors import ConfigError, NotFoundError, PeerLostError
+from tandem.core.errors import CapacityError, ConfigError, NotFoundError, PeerLostError
 from tandem.server.app import build_app
 from tandem.server.config import ServerConfig
 from tandem.server.hub.front import ModelFront
@@ -37,7 +37,7 @@ def test_those_sleep_that_nobody_asked_for_the_longest():
     assert residency.choose_victims("a", (), ()) == [], "it is awake"
     residency.note_asleep("b")
     assert residency.choose_victims("b", (), ()) == []
-    with pytest.raises(ConfigError, match="pinned"):
+    with pytest.raises(CapacityError, match="a are pinned"):
         residency.choose_victims("d", (), ("a",))
     with pytest.raises(ConfigError, match="budget"):
         Residency(9, {"a": 10})
@@ -184,8 +184,9 @@ def test_models_sleep_and_wake_by_name(address):
         assert change(address, "pin", name).status_code == 200
         assert change(address, "wake", name).status_code == 200
     refused = ask(address, "small")
-    assert refused.status_code == 400
-    assert "pinned" in refused.text
+    assert refused.status_code == 503, "it may have room later"
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert "large, other are pinned" in refused.text
     for name in ("large", "other"):
         assert change(address, "unpin", name).status_code == 200
     assert ask(address, "small").status_code == 200

@@ -6,7 +6,7 @@ ones, which first end their requests.
 
 from collections.abc import Collection, Mapping
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import CapacityError, ConfigError
 
 __all__ = ["Residency"]
 
@@ -80,7 +80,8 @@ class Residency:
             busy: models with live requests.
             pinned: models that must stay awake.
 
-        Raises: ConfigError (pinned models leave too little room).
+        Raises: CapacityError (pinned models that are awake leave too little room, until one is
+            unpinned); ConfigError (nothing is awake, and there is too little).
         """
         if not self._budget or name in self._awake:
             return []
@@ -91,12 +92,14 @@ class Residency:
         while free < 0 and candidates:
             victims.append(candidates.pop(0))
             free += self._needs[victims[-1]]
-        # If no pinned model is in the way and there are models to evict, only an estimate says that
-        # the model does not fit; load it anyway.
-        if free < 0 and (pinned or not victims):
-            raise ConfigError(
-                "hub.wake",
-                f"{name} needs {self._needs[name] / 2**20:.0f} MiB, and pinned models leave less",
-                field="model",
-            )
+        in_the_way = [each for each in self._awake if each in pinned]
+        needed = f"{name} needs {self._needs[name] / 2**20:.0f} MiB"
+        if free < 0 and in_the_way:
+            what = f"{needed}, and {', '.join(in_the_way)} are pinned: try again later, or unpin"
+            raise CapacityError("hub.wake", what, field="model")
+        # If there are models to evict, only an estimate says that the model does not fit; load it
+        # anyway.
+        if free < 0 and not victims:
+            what = f"{needed}, the budget is {self._budget / 2**20:.0f}: raise it, or give it less KV"
+            raise ConfigError("hub.wake", what, field="model")
         return victims
