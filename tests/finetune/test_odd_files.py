@@ -230,3 +230,12 @@ def test_counts_below_one_are_refused(tmp_path):
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     with pytest.raises(ConfigError, match="num_samples"):
         load_dataset("rows", tmp_path)
+
+
+def test_objects_over_several_lines_are_rows(tmp_path):
+    pretty = json.dumps(GOOD, indent=2).encode()
+    for start in (b"", b"\xef\xbb\xbf\n "):
+        rows, bad = read(tmp_path, "rows.json", start + pretty + b"\n\n" + pretty + b"\n")
+        assert ([len(row.messages) for row in rows], bad) == ([2, 2], [])
+    with pytest.raises(CorruptionError, match=r"rows\.json, line 5: not JSON"):
+        read(tmp_path, "rows.json", pretty + b"\nx")

@@ -272,3 +272,15 @@ def test_lost_instance_is_an_error_and_in_a_stream_an_event(client, server):
     with pytest.raises(openai.APIError) as caught:
         list(stream)
     assert caught.value.code == "peer_lost"
+
+
+def test_what_other_servers_take_is_taken(server):
+    """``top_p`` 0 is the likeliest token alone, ``top_logprobs`` 0 asks for nothing."""
+    body = {"messages": HELLO, "max_tokens": 2, "top_logprobs": 0, "top_p": 0}
+    reply = server.post("/v1/chat/completions", body)
+    assert reply.status_code == 200, reply.text
+    assert 0 < server.engine.requests[-1].sampling.top_p < 1e-6
+    assert server.engine.requests[-1].sampling.logprobs is None
+    listed = server.get("/v1/models/").json()
+    assert listed == server.get("/v1/models").json()
+    assert listed["object"] == "list"

@@ -104,6 +104,7 @@ POSTS = [
     ("/api/chat", {"messages": CHAT["messages"], "stream": False, "logprobs": True}),
     ("/api/generate", {"prompt": "hello", "stream": False}),
     ("/api/embed", {"input": "hello"}),
+    ("/api/embeddings", {"prompt": "hello"}),
     ("/v1/embeddings", {"input": ["a", "b"]}),
     *((path, {"text_1": "a", "text_2": "b"}) for path in ("/v1/score", "/score")),
     *(

@@ -81,6 +81,7 @@ def test_refused_for_its_objectives_is_429_with_a_time(serve_text, monkeypatch):
     monkeypatch.setattr(live.engine, "submit", refuse)
     answer = live.post("/v1/completions", body, headers=sent)
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "7")
+    assert answer.json()["error"]["type"] == "rate_limit_error"
     assert answer.json()["error"]["code"] == "overload"
     page = live.get("/metrics").text
     for outcome in ("met", "missed_ttft", "rejected"):

@@ -97,9 +97,12 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     start = path.read_bytes()[:64].removeprefix(b"\xef\xbb\xbf").lstrip()
     if start and not start.startswith(b"["):
-        # Some data sets name files of JSON lines `.json`: without a leading "[" the file is read
-        # line by line.
-        yield from _read_json_lines(path)
+        # Some data sets name files of JSON lines `.json`, or write one object after the other over
+        # several lines.
+        with path.open("rb") as lines:
+            first = next(lines).removeprefix(b"\xef\xbb\xbf")
+        is_begun = start.startswith(b"{") and not first.rstrip().endswith(b"}")
+        yield from (_read_json_objects if is_begun else _read_json_lines)(path)
         return
     text, line, at = _read_text(path), 1, 0
     position = _SPACE.match(text).end() + 1  # type: ignore[union-attr] - it matches nothing too
@@ -119,6 +122,20 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
         line += text.count("\n", end, more)
         what = f"{path}, line {line}: more after the list: write one list, or JSON lines"
         raise CorruptionError(WHERE, what)
+
+
+def _read_json_objects(path: Path) -> Iterator[tuple[int, Any]]:
+    text, line, at = _read_text(path), 1, 0
+    position = _SPACE.match(text).end()  # type: ignore[union-attr] - it matches nothing too
+    while position < len(text):
+        line += text.count("\n", at, position)
+        at = position
+        try:
+            row, position = _DECODER.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            raise CorruptionError(WHERE, f"{path}, line {line}: not JSON: {error}") from error
+        yield line, row
+        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
 
 
 def _read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -26,7 +26,11 @@ from tandem.server.dialects.responses.endpoints import (
     get_response,
 )
 from tandem.server.dialects.sglang import answer_generate
-from tandem.server.dialects.vectors.embeddings import answer_embed, answer_embeddings
+from tandem.server.dialects.vectors.embeddings import (
+    answer_embed,
+    answer_embeddings,
+    answer_old_embed,
+)
 from tandem.server.dialects.vectors.scores import answer_rerank, answer_score
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.hub import endpoints as hosted
@@ -285,6 +289,13 @@ def _list_ollama() -> list[Endpoint]:
             is_lines=True,
         ),
         Endpoint("/api/embed", _POST, answer_embed, vectors.EmbedReply, vectors.EmbedRequest),
+        Endpoint(
+            "/api/embeddings",
+            _POST,
+            answer_old_embed,
+            vectors.OldEmbedReply,
+            vectors.OldEmbedRequest,
+        ),
         Endpoint("/api/show", _POST, ollama.show_model, own.ShowReply, own.ShowRequest),
         Endpoint("/api/tags", _GET, ollama.list_tags, own.TagList),
         Endpoint("/api/ps", _GET, ollama.list_running, own.ProcessList),

@@ -29,6 +29,9 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+_SMALLEST_TOP_P = 1e-9
+"""Stands for 0, which clients send for the likeliest token alone."""
+
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling values that the checkpoint's authors recommend; None where there is none."""
@@ -126,7 +129,7 @@ def make_sampling(
         max_tokens=max_tokens,
         min_tokens=_first(min_tokens, None, 0),
         temperature=_first(request.temperature, defaults.temperature, 1.0),
-        top_p=_first(request.top_p, defaults.top_p, 1.0),
+        top_p=max(_first(request.top_p, defaults.top_p, 1.0), _SMALLEST_TOP_P),
         top_k=max(0, _first(request.top_k, defaults.top_k, 0)),
         min_p=_first(request.min_p, defaults.min_p, 0.0),
         repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),

@@ -113,7 +113,9 @@ async def list_models(context: ServerContext, _: Request) -> Response:
 
 
 async def get_model(context: ServerContext, http: Request) -> Response:
-    """Describe one model; its name may contain slashes."""
+    """Describe one model; its name may contain slashes. Without a name, list them."""
+    if not http.path_params["name"]:
+        return await list_models(context, http)
     model = context.find_model(http.path_params["name"])
     return _answer(_make_card(context, model))
 

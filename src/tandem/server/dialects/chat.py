@@ -310,7 +310,7 @@ def _check(request: ChatRequest) -> None:
         raise UnsupportedError(
             "server.chat", "modalities: only 'text' is supported", field="modalities"
         )
-    if request.top_logprobs is not None and request.logprobs is not True:
+    if request.top_logprobs and request.logprobs is not True:
         raise ConfigError(
             "server.chat", "top_logprobs needs logprobs to be true", field="top_logprobs"
         )

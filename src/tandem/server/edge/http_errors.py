@@ -79,6 +79,8 @@ def _type_of(status: int) -> str:
         return "authentication_error"
     if status == 403:
         return "permission_error"
+    if status == 429:
+        return "rate_limit_error"
     return "invalid_request_error" if status < 500 else "server_error"
 
 

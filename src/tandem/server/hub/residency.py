@@ -100,6 +100,7 @@ class Residency:
         # If there are models to evict, only an estimate says that the model does not fit; load it
         # anyway.
         if free < 0 and not victims:
-            what = f"{needed}, the budget is {self._budget / 2**20:.0f}: raise it, or give it less KV"
+            budget = f"the budget is {self._budget / 2**20:.0f}"
+            what = f"{needed}, {budget}: raise it, or give the model less KV"
             raise ConfigError("hub.wake", what, field="model")
         return victims

@@ -38,7 +38,8 @@ MAX_COUNT = 2**31 - 1
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
-TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+TopP = Annotated[float, Meta(ge=0.0, le=1.0)]
+"""Probability of the likeliest tokens to sample from; 0: the likeliest alone."""
 TopK = Annotated[int, Meta(ge=-1, le=MAX_COUNT)]
 """Number of likeliest tokens to sample from; -1 and 0: all."""
 MinP = Annotated[float, Meta(ge=0.0, le=1.0)]

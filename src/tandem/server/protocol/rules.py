@@ -102,7 +102,12 @@ _ONE_END = {
         {"properties": {"add_generation_prompt": {"enum": [None, False]}}},
     ]
 }
-_HAS_LOGPROBS = {"anyOf": [_absent("top_logprobs"), _given("logprobs", {"const": True})]}
+_HAS_LOGPROBS = {
+    "anyOf": [
+        {"properties": {"top_logprobs": {"enum": [None, 0]}}},
+        _given("logprobs", {"const": True}),
+    ]
+}
 
 CHAT: Rule = {
     "allOf": [

@@ -14,6 +14,8 @@ __all__ = [
     "Embedding",
     "EmbeddingList",
     "EmbeddingRequest",
+    "OldEmbedReply",
+    "OldEmbedRequest",
     "PoolingRequest",
     "RankedDocument",
     "RerankReply",
@@ -100,6 +102,22 @@ class EmbedReply(msgspec.Struct, kw_only=True):
     total_duration: int
     load_duration: int = 0
     prompt_eval_count: int
+
+
+class OldEmbedRequest(msgspec.Struct, kw_only=True):
+    """The body of Ollama's POST /api/embeddings, which older clients use."""
+
+    prompt: str
+    model: fields.Name | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: int | float | str | None = None
+    timeout: fields.Timeout | None = None
+
+
+class OldEmbedReply(msgspec.Struct, kw_only=True):
+    """The answer of ``OldEmbedRequest``; the vector is not normalized, as Ollama's."""
+
+    embedding: list[float]
 
 
 class ScoreRequest(PoolingRequest, kw_only=True):

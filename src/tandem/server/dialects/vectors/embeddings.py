@@ -1,4 +1,4 @@
-"""The endpoints POST /v1/embeddings and Ollama's /api/embed."""
+"""The endpoints POST /v1/embeddings and Ollama's /api/embed and /api/embeddings."""
 
 import base64
 import json
@@ -31,12 +31,15 @@ from tandem.server.protocol.vectors import (
     EmbeddingRequest,
     EmbedReply,
     EmbedRequest,
+    OldEmbedReply,
+    OldEmbedRequest,
 )
 
-__all__ = ["answer_embed", "answer_embeddings", "read_pooling"]
+__all__ = ["answer_embed", "answer_embeddings", "answer_old_embed", "read_pooling"]
 
 _decoder = msgspec.json.Decoder(EmbeddingRequest)
 _embed_decoder = msgspec.json.Decoder(EmbedRequest)
+_old_decoder = msgspec.json.Decoder(OldEmbedRequest)
 _NS = 1_000_000_000
 
 
@@ -48,6 +51,11 @@ async def answer_embeddings(context: ServerContext, http: Request) -> Response:
 async def answer_embed(context: ServerContext, http: Request) -> Response:
     """Return the embeddings of texts in Ollama's form."""
     return await answer_vectors(context, http, _embed_decoder, _plan_embed, write_ollama_error)
+
+
+async def answer_old_embed(context: ServerContext, http: Request) -> Response:
+    """Return the embedding of a text in the form of Ollama's older endpoint."""
+    return await answer_vectors(context, http, _old_decoder, _plan_old, write_ollama_error)
 
 
 def read_pooling(folder: Path | None) -> Pooling:
@@ -131,6 +139,20 @@ def _make_embed_reply(
         embeddings=[_normalize(each.vector[: request.dimensions]).tolist() for each in pooled],
         total_duration=round(took_s * _NS),
         prompt_eval_count=count_tokens(pooled).prompt_tokens,
+    )
+
+
+def _plan_old(context: ServerContext, request: OldEmbedRequest) -> VectorTask:
+    model = find_ollama_model(context, request.model)
+    max_len = context.ready_info().max_model_len
+    ids = context.encoder.encode(
+        [request.prompt], add_special_tokens=True, max_model_len=None, field="prompt"
+    )
+    return VectorTask(
+        plan_vectors(context, [each[:max_len] for each in ids], context.pooling, "prompt"),
+        make_options(model, "ollama", request.timeout),
+        model,
+        lambda pooled, _: OldEmbedReply(embedding=pooled[0].vector.tolist()),
     )
 
 
