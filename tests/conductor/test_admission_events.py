@@ -159,22 +159,28 @@ def test_crowded_pairs_are_not_replaced_by_single_instances():
     assert ask(conductor, "last", 100, 400, tpot_s=1.0).route == Alone(InstanceRef("p0", 0))
 
 
-def test_an_instance_that_has_computed_nothing_is_given_something():
-    """By the costs assumed at first a prompt of 4,000 tokens takes 0.4 s, on any machine."""
-    conductor = make("u0", load=Load())
-    for _ in range(2):
-        assert ask(conductor, "r", 4000, ttft_s=0.1, tpot_s=0.001).rejection
-    assert ask(conductor, "r", 4000, ttft_s=0.1, tpot_s=0.001).route
+@pytest.mark.parametrize("mode", ["early", "predicted"])
+def test_an_idle_instance_takes_a_request_whatever_its_costs_say(mode):
+    """Else costs that are wrong, assumed or learnt in a slow first step, are never corrected."""
+    conductor = make("u0", load=Load(), mode=mode)
+    assert ask(conductor, "r", 4000, ttft_s=0.1, tpot_s=0.001).route, "0.4 s by assumed costs"
     conductor.set_load("u0", Load(queued_tokens=4000, num_decoding=1, num_requests=1))
     assert ask(conductor, "s", 4000, 4000, ttft_s=0.1).rejection, "one at a time"
-    conductor.note_steps("u0", [StepRecord(4000, 8e6, 0, 0, 0.01)])
-    conductor.note_first_token("r", 0.01)
-    conductor.note_end("r", 4, 0.02)
-    conductor.set_load("u0", Load())
+    conductor.note_steps("u0", [StepRecord(4000, 8e6, 0, 0, 10.0)])
+    conductor.note_first_token("r", 10.0)
+    conductor.note_end("r", 4, 10.1)
     assert conductor.admission.ttft.error == 0, "a guess says nothing about predictions"
-    assert ask(conductor, "t", 4000, ttft_s=0.1).route
-    conductor.note_steps("u0", [StepRecord(4000, 8e6, 0, 0, 1.0)] * 500)
-    assert ask(conductor, "u", 4000, ttft_s=0.1).rejection
+    conductor.set_load("u0", BUSY)
+    assert ask(conductor, "t", 4000, 400, 11.0, ttft_s=0.5, tpot_s=0.1).rejection
+    # Idle again, it takes one, whose steps show what it can do.
+    conductor.set_load("u0", Load())
+    assert ask(conductor, "t", 4000, 400, 11.0, ttft_s=0.5, tpot_s=0.1).route
+    conductor.note_steps("u0", [StepRecord(4000, 8e6, 0, 0, 0.01)])
+    conductor.note_steps("u0", [StepRecord(0, 0, 1, 4000 + each, 0.002) for each in range(30)])
+    conductor.note_first_token("t", 11.01)
+    conductor.note_end("t", 31, 11.1)
+    conductor.set_load("u0", BUSY)
+    assert ask(conductor, "u", 4000, 400, 300.0, ttft_s=0.5, tpot_s=0.1).route
 
 
 @pytest.mark.parametrize("weight", [0.1, 0.7, 1.1, 3.0])

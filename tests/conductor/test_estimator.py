@@ -1,11 +1,15 @@
 """Goal: costs of steps are found from the steps alone, whatever the machine and its bad moments."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from tandem.conductor.conductor import Conductor
 from tandem.conductor.estimator import DEFAULT_COSTS, StepEstimator
+from tandem.conductor.fleet import DEFAULT_TOKENS_PER_S, InstanceFacts, Load
+from tandem.conductor.policies.policy import Question
 from tandem.conductor.policies.table import make_policy
+from tandem.conductor.routes import InstanceRef, Place
 from tandem.core.wire import StepRecord
 
 
@@ -69,3 +73,55 @@ def test_unlike_machines_have_costs_of_their_own_and_a_new_one_begins_with_the_m
     assert 4.5 < slow / fast < 5.5
     assert new == pytest.approx((fast + slow) / 2)
     assert conductor.get_step_error("fast") < 0.1
+
+
+@pytest.mark.parametrize("factor", [30, 1000])
+def test_a_slow_first_prompt_is_forgotten_while_others_decode(factor):
+    """No step shows the cost of a prompt meanwhile; its ratio to the other costs is assumed."""
+    estimator = StepEstimator()
+    prompt = StepRecord(512, 512 * 256.0, 0, 0, 0.05)
+    estimator.note_step(msgspec.structs.replace(prompt, seconds=0.05 * factor))
+    for number in range(5000):
+        estimator.note_step(StepRecord(0, 0.0, 1, 500 + number, 2.1e-3))
+    assert estimator.predict(prompt) < 0.1
+
+
+def test_an_idle_instance_that_looked_slow_gets_requests_again_and_shows_its_speed():
+    """Its speed approaches that of the others; that of one that works is what it shows."""
+    conductor = Conductor(make_policy("mooncake"))
+    facts = InstanceFacts(num_blocks=1000, block_size=16, max_model_len=9000, max_batch_tokens=512)
+    place = Place(False, frozenset(), None, True, False)
+    steps = [StepRecord(512, 512 * 256.0, 0, 0, 0.05), StepRecord(0, 0.0, 1, 600, 2e-3)]
+
+    def choose(now_s):
+        decision = conductor.place(place, Question("r", 512, 4), now_s)
+        return decision.chosen.instance
+
+    def predict(name):
+        return conductor.fleet.costs[:, conductor.fleet.find(name)] @ (1, 512, 512 * 256, 0, 0)
+
+    for name, factor in (("a", 1), ("b", 100)):
+        conductor.join(name, "unified")
+        conductor.serve(InstanceRef(name, 0), facts)
+        conductor.note_steps(
+            name, [msgspec.structs.replace(each, seconds=factor * each.seconds) for each in steps]
+        )
+    conductor.set_load_speed("b", 1.0)
+    busy = Load(queued_tokens=1000, queued_context=5e5, num_requests=2, num_decoding=2)
+    conductor.set_load("a", busy)
+    assert choose(0.0) == "a"
+    for now_s in range(1, 400):
+        if choose(float(now_s)) == "b":
+            break
+    assert 60 < now_s < 400
+    assert predict("b") < 4 * predict("a")
+    # A request there shows what it costs: the slow one is slow at once, for another while.
+    conductor.note_steps("b", [msgspec.structs.replace(steps[0], seconds=5.0)] * 8)
+    assert choose(now_s + 2.0) == "a"
+    conductor.note_steps("b", steps * 40)
+    assert choose(now_s + 4.0) == "b"
+    for later_s in range(1000):
+        conductor.set_load_speed("b", 1.0)  # What it reports with each load, news only once.
+        choose(now_s + 5.0 + later_s)
+    assert conductor.fleet.load_tokens_per_s[conductor.fleet.find("b")] > 0.9 * DEFAULT_TOKENS_PER_S
+    assert predict("a") == pytest.approx(0.05, rel=0.1), "one that works does not age"

@@ -14,6 +14,9 @@ their answers. So each accepted request is charged with the prompts that its ins
 after it, and a new one is rejected if its prompt would break a promise to one of them. Predictions
 are multiplied by a margin, by which real times have lately exceeded them. Under scarcity, clients
 that have had less than their fair share come first. Time is an argument.
+
+An instance with nothing to do takes a request whatever is predicted. Costs are learned from what it
+computes, so one that refused everybody by costs that are wrong would refuse them for ever.
 """
 
 import math
@@ -73,6 +76,10 @@ class Forecast(NamedTuple):
     """Predicted time to first token if no other prompt were queued, seconds."""
     idle_tpot_s: float = 0.0
     """Predicted time between its tokens if nothing else were decoded, seconds."""
+    is_prefill_idle: bool = False
+    """True if the instance that is to compute its prompt has no other request."""
+    is_decode_idle: bool = False
+    """True if the instance that is to decode it has no other request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,14 +238,14 @@ class Admission:
         ttft_load = tpot_load = idle_ttft_load = idle_tpot_load = 0.0
         ttft_s, ttft_limit_s = forecast.ttft_s, slo.ttft_s
         tpot_s, tpot_limit_s = forecast.tpot_s, slo.tpot_s
-        if ttft_limit_s is not None:
+        if ttft_limit_s is not None and not forecast.is_prefill_idle:
             if delays.queue_s > delays.full_s and ttft_s:
                 # Later prompts may fill up its last step. One that begins at once is spared them
                 # instead, as they would wait for it in any case.
                 ttft_s += delays.full_s
             ttft_load = ttft_s * ttft_factor / ttft_limit_s
             idle_ttft_load = forecast.idle_ttft_s * ttft_factor / ttft_limit_s
-        if tpot_limit_s is not None and question.max_tokens > 1:
+        if tpot_limit_s is not None and question.max_tokens > 1 and not forecast.is_decode_idle:
             tpot_load = tpot_s * tpot_factor / tpot_limit_s
             idle_tpot_load = forecast.idle_tpot_s * tpot_factor / tpot_limit_s
         own_ttft_load, own_tpot_load = ttft_load, tpot_load

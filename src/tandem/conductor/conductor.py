@@ -50,9 +50,6 @@ __all__ = ["Candidate", "Conductor", "Decision"]
 
 MAX_CANDIDATES = 8
 """Largest number of instances that a placement decision lists, best first."""
-GUESSED_REFUSALS = 2
-"""Number of requests that an idle instance which has computed nothing yet may refuse by assumed
-costs."""
 MAX_EXPECTED = 1 << 18
 """Largest number of block keys remembered as expected: KV blocks that instances were asked to
 compute but have not reported yet.
@@ -194,8 +191,6 @@ class Conductor:
         sliding-window KV or the recurrent state at the ends of these blocks.
         """
         self._estimators: dict[int, StepEstimator] = {}
-        self._refusals: dict[int, int] = {}
-        """By row of an instance: number of requests that it has refused by assumed costs."""
 
     # ---------------------------------------------------------------- events
 
@@ -208,7 +203,6 @@ class Conductor:
         """Remove an instance from the cluster."""
         row = self.fleet.leave(name)
         del self._estimators[row]
-        self._refusals.pop(row, None)
         self._forget(row)
 
     def serve(self, ref: InstanceRef, facts: InstanceFacts) -> None:
@@ -256,7 +250,7 @@ class Conductor:
                 continue
             self.fleet.add_work(row, step)
             if estimator.note_step(step):
-                self.fleet.costs[:, row] = estimator.costs
+                self.fleet.set_costs(row, estimator.costs)
 
     def set_load_speed(self, name: str, tokens_per_s: float) -> None:
         """Set the rate at which an instance loads KV from the store or others, in tokens a second;
@@ -264,7 +258,7 @@ class Conductor:
         """
         row = self.fleet.find(name)
         if row is not None and tokens_per_s > 0:
-            self.fleet.load_tokens_per_s[row] = tokens_per_s
+            self.fleet.set_load_speed(row, tokens_per_s)
 
     def note_blocks(
         self, name: str, stored: Iterable[int] = (), removed: Collection[int] = ()
@@ -355,6 +349,7 @@ class Conductor:
             now_s: monotonic seconds.
             is_new: True if it has not been accepted yet, so that it may be rejected.
         """
+        self.fleet.age(now_s)
         seen = _Seen()
         choice = self._choose(place, question, seen)
         if choice is None or isinstance(choice, NoRoute):
@@ -388,7 +383,6 @@ class Conductor:
                 return choice
             if first is None:
                 first = rejection
-                self._note_refused(choice)
             if not rejection.crowded:
                 break
             row = self.fleet.find(rejection.crowded)
@@ -600,32 +594,22 @@ class Conductor:
         parts = seen.parts
         delays = predict_delays(fleet, row, decode, question.prompt_len, int(parts.prefix_len[row]))
         step_cost, _, _, decode_cost, kv_cost = fleet.costs[:, decode].tolist()
+        is_idle, is_decode_idle = fleet.is_idle(row), fleet.is_idle(decode)
+        # Before an instance has computed anything its costs are a guess, which margins must not
+        # learn from.
+        is_known = not is_idle or self._estimators[row].num_steps > 0
+        is_decode_known = not is_decode_idle or self._estimators[decode].num_steps > 0
         return Forecast(
-            0.0 if self._is_unknown(row) else float(parts.total_s[row]),
-            0.0 if self._is_unknown(decode) else tpot_s,
+            float(parts.total_s[row]) if is_known else 0.0,
+            tpot_s if is_decode_known else 0.0,
             name,
             fleet.name_of(row),
             delays,
             float(parts.transfer_s[row] + parts.prefill_s[row]),
             step_cost + decode_cost + kv_cost * question.prompt_len,
+            is_idle,
+            is_decode_idle,
         )
-
-    def _is_untried(self, row: int) -> bool:
-        """Return True if an instance has computed nothing yet and has nothing to do."""
-        fleet = self.fleet
-        is_busy = fleet.queued_tokens[row] or fleet.num_decoding[row] or fleet.num_requests[row]
-        return not self._estimators[row].num_steps and not is_busy
-
-    def _is_unknown(self, row: int) -> bool:
-        """Return True if an instance should get a request whatever its assumed costs say, because
-        it has refused some by them and would learn its costs from one.
-        """
-        return self._refusals.get(row, 0) >= GUESSED_REFUSALS and self._is_untried(row)
-
-    def _note_refused(self, choice: "_Choice") -> None:
-        for row in {choice.row, choice.decode}:
-            if row is not None and self._is_untried(row):
-                self._refusals[row] = self._refusals.get(row, 0) + 1
 
     def _predict_tpot(self, question: Question, choice: "_Choice") -> float:
         # What is queued where its prompt is computed is computed before its first token.

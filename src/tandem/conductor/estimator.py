@@ -6,7 +6,8 @@ The costs c are found by least squares over recent steps, with decaying weights 
 Errors are relative, because a step of 2 ms and one of 2 s must both be predicted. A step that is
 far off counts less (Huber's weights), because a page fault or a busy neighbour is no property of
 the instance. No cost is negative: a feature that would get a negative cost is left out. A weak
-prior gives the costs of features that have not varied yet.
+prior gives the costs of features that have not varied lately: its ratios between costs are fixed,
+its speed is that of the recent steps.
 
 The live engine and the simulator use the same ``StepEstimator``. Pure.
 """
@@ -34,8 +35,8 @@ NUM_FEATURES = len(DEFAULT_COSTS)
 FORGETTING = 0.998
 """Factor by which each new step reduces the weight of older ones; about 500 steps count."""
 PRIOR_WEIGHT = 1e-4
-"""Weight of the assumed costs in the least-squares fit of step costs, relative to one measured
-step.
+"""Weight of the assumed costs in the least-squares fit of step costs, relative to the evidence of
+one measured step that they predict exactly.
 """
 HUBER = 2.0
 """Multiple of the typical prediction error beyond which a measured step counts less in the fit
@@ -72,10 +73,8 @@ class StepEstimator:
         # Divide each feature's cost by its prior, so that all unknowns of the regression are near 1
         # although the features have different units.
         self._scale = np.maximum(self.costs, np.array(DEFAULT_COSTS) * 1e-3)
-        self._squares = np.eye(NUM_FEATURES) * PRIOR_WEIGHT
-        self._diagonal = self._squares.reshape(-1)[:: NUM_FEATURES + 1]
-        """The diagonal of ``_squares``; a view."""
-        self._products = np.full(NUM_FEATURES, PRIOR_WEIGHT)
+        self._squares = np.zeros((NUM_FEATURES, NUM_FEATURES))
+        self._products = np.zeros(NUM_FEATURES)
         self._spread = FIRST_ERROR
         self.error = 0.0
         """Mean of |predicted - real| / real over recent steps; each step is predicted before its
@@ -118,8 +117,6 @@ class StepEstimator:
         self._products *= forgetting
         self._squares += weight * (row[:, None] * row)
         self._products += weight * row
-        self._diagonal += PRIOR_WEIGHT * (1 - forgetting)
-        self._products += PRIOR_WEIGHT * (1 - forgetting)
         is_due = self.num_steps <= SOLVE_EVERY or self.num_steps % SOLVE_EVERY == 0
         if is_due:
             self._solve()
@@ -129,10 +126,17 @@ class StepEstimator:
         """Solve for the cost of each feature of a step (such as a prefilled token), none of them
         negative: leave out the feature with the most negative cost, one by one.
         """
+        # The prior's speed is the one factor on all assumed costs that fits the recent steps best.
+        # That of the first step would stay for ever in costs that no later step has shown: one
+        # slow prompt would make all prompts look slow, and be refused, while others decode.
+        speed = float(self._products.sum() / self._squares.sum())
+        weight = PRIOR_WEIGHT / speed**2
+        squares = self._squares + weight * np.eye(NUM_FEATURES)
+        products = self._products + weight * speed
         kept = np.ones(NUM_FEATURES, np.bool_)
         found = np.zeros(NUM_FEATURES)
         while kept.any():
-            part = np.linalg.solve(self._squares[np.ix_(kept, kept)], self._products[kept])
+            part = np.linalg.solve(squares[np.ix_(kept, kept)], products[kept])
             found[:] = 0.0
             found[kept] = part
             if part.min() >= 0:

@@ -5,6 +5,7 @@ rebuilds nothing: events write a few cells, and policies read whole columns. Pur
 single-threaded.
 """
 
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -29,6 +30,13 @@ UNIFIED, PREFILL, DECODE = range(3)
 FIRST_ROWS = 8
 DEFAULT_TOKENS_PER_S = 50_000.0
 """Assumed rate of loading KV in tokens a second, until a transfer was measured."""
+HALF_LIFE_S = 60.0
+"""Time in which the ratio (its logarithm) between the learned speed of an idle instance and that of
+the others halves, in seconds."""
+AGE_EVERY_S = 1.0
+_USUAL_STEP = np.array((1.0, 256.0, 65536.0, 4.0, 4096.0))
+"""Features of a step by which the speeds of instances are compared: a prompt of 256 tokens and four
+decodes."""
 
 
 class InstanceFacts(NamedTuple):
@@ -95,8 +103,9 @@ class Fleet:
         reads: ``reads[d, p]`` is True if instance d can read the blocks of instance p.
         num_readers: number of usable decode instances that can read its blocks.
         load: one column for each field of ``Load``.
-        costs: seconds of a step by feature; see ``StepEstimator``.
-        load_tokens_per_s: rate at which it loads KV from other instances or the store.
+        costs: seconds of a step by feature; see ``StepEstimator``. Those of an idle instance age.
+        load_tokens_per_s: rate at which it loads KV from other instances or the store; that of an
+            idle instance ages.
         work: one column for each field of ``Work``, summed up since the instance joined.
         group_depths: the set of values of ``group_depth`` other than 0; usually empty.
     """
@@ -116,6 +125,12 @@ class Fleet:
         self.load: FloatColumn = np.zeros((len(Load._fields), 0))
         self.costs: FloatColumn = np.zeros((NUM_FEATURES, 0))
         self.load_tokens_per_s: FloatColumn = np.zeros(0)
+        self._learned: FloatColumn = np.zeros((NUM_FEATURES + 1, 0))
+        """The costs and the rate of loading as last measured, without their age."""
+        self._worked_s: FloatColumn = np.zeros(0)
+        """Time at which each instance was last seen to work, in seconds; infinite: since the last
+        call of ``age``."""
+        self._aged_s = -math.inf
         self.work: FloatColumn = np.zeros((len(Work._fields), 0))
         self.group_depths: frozenset[int] = frozenset()
         self._grow(FIRST_ROWS)
@@ -139,6 +154,8 @@ class Fleet:
         self.load_tokens_per_s = np.pad(
             self.load_tokens_per_s, more, constant_values=DEFAULT_TOKENS_PER_S
         )
+        self._learned = np.pad(self._learned, ((0, 0), more))
+        self._worked_s = np.pad(self._worked_s, more)
         self.work = np.pad(self.work, ((0, 0), more))
         # Each named array is a view of one column of the table, so a write to a row of the table
         # shows in all of them.
@@ -196,9 +213,9 @@ class Fleet:
         row = self._rows[name] = self._free.pop()
         self.refs[row] = InstanceRef(name, -1)
         self.role[row] = ROLES.index(role)
-        self.load_tokens_per_s[row] = DEFAULT_TOKENS_PER_S
         self.work[:, row] = 0.0
-        self.costs[:, row] = self._guess_costs(row)
+        self.set_load_speed(row, DEFAULT_TOKENS_PER_S)
+        self.set_costs(row, self._guess_costs(row))
         return row
 
     def _guess_costs(self, row: int) -> FloatColumn:
@@ -265,8 +282,49 @@ class Fleet:
         """Set the load of the instance in a row."""
         self.load[:, row] = load
 
+    def set_costs(self, row: int, costs: FloatColumn) -> None:
+        """Set the costs that the instance in a row has just shown."""
+        self.costs[:, row] = self._learned[:-1, row] = costs
+        self._worked_s[row] = math.inf
+
+    def set_load_speed(self, row: int, tokens_per_s: float) -> None:
+        """Set the rate of loading that the instance in a row reports; one that it has reported
+        before keeps its age.
+        """
+        if self._learned[-1, row] != tokens_per_s:
+            self.load_tokens_per_s[row] = self._learned[-1, row] = tokens_per_s
+            self._worked_s[row] = math.inf
+
+    def age(self, now_s: float) -> None:
+        """Let what was learned of idle instances approach what is known of the others.
+
+        An instance that once looked slow gets no requests while others look faster, and nothing
+        else would show that it is fast. So its speed approaches the mean of the others, with the
+        ratios between its costs as they are, until it gets a request. O(rows), once a second.
+
+        Args:
+            now_s: monotonic seconds.
+        """
+        if now_s - self._aged_s < AGE_EVERY_S:
+            return
+        self._aged_s = now_s
+        rows = np.fromiter(self._rows.values(), np.int64)
+        is_busy = self.load[:5, rows].any(axis=0)
+        has_worked = is_busy | np.isinf(self._worked_s[rows])
+        self._worked_s[rows[has_worked]] = now_s
+        idle = rows[~has_worked & self.is_serving[rows]]
+        if len(rows) < 2 or not len(idle):
+            return
+        speeds = np.stack((_USUAL_STEP @ self._learned[:-1], self._learned[-1]))
+        others = (speeds[:, rows].sum(axis=1)[:, None] - speeds[:, idle]) / (len(rows) - 1)
+        share = 1.0 - 0.5 ** (np.maximum(now_s - self._worked_s[idle], 0.0) / HALF_LIFE_S)
+        step, load = (others / np.maximum(speeds[:, idle], 1e-12)) ** share
+        self.costs[:, idle] = self._learned[:-1, idle] * step
+        self.load_tokens_per_s[idle] = self._learned[-1, idle] * load
+
     def add_work(self, row: int, step: StepRecord) -> None:
         """Add a computed step to the sums in ``work`` of the instance in a row."""
+        self._worked_s[row] = math.inf
         decode_s = step.seconds * step.num_decodes
         self.work[:, row] += Work(
             step.seconds if step.prefill_tokens else 0.0, decode_s, step.num_decodes
@@ -284,6 +342,10 @@ class Fleet:
         np.sum(self.reads[decodes], axis=0, out=self.num_readers)
 
     # The methods below answer questions about the instances.
+
+    def is_idle(self, row: int) -> bool:
+        """Return True if the instance in a row has no requests, and none on their way to it."""
+        return not self.load[:5, row].any()
 
     def find_usable(self, avoid: Collection[InstanceRef], identity: str | None) -> Mask:
         """Return a new mask of the rows whose instances may be chosen: serving, not draining, not

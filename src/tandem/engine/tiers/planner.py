@@ -6,6 +6,10 @@ of peak figures: loading n blocks takes ``latency + n * block_bytes / bandwidth`
 high for the far end of a long context, where attention costs more; there fewer blocks are loaded
 than would pay off, never more.
 
+A decision against loads ends the measurements that it rests on, so the predicted time of a load
+ages: while nothing is loaded it falls, until one is tried. Once the rate is that of the store
+again, loads go on; else the next try is as far away.
+
 Pure: time and measurements are arguments.
 """
 
@@ -19,6 +23,8 @@ __all__ = ["CostTierPlanner", "RateEstimate"]
 
 DECAY = 0.2
 """Weight of a new measurement; earlier ones keep 1 - ``DECAY`` of theirs."""
+HALF_LIFE_S = 60.0
+"""Time in which the predicted duration of a load halves while nothing is loaded, in seconds."""
 COLD_WAIT_S = 1.0
 """Seconds that a request waits for a load while one of the rates is unknown."""
 MIN_PREFILL_TOKENS = 32
@@ -49,6 +55,11 @@ class RateEstimate:
         self._amount = self._amount * (1 - DECAY) + amount
         self._seconds = self._seconds * (1 - DECAY) + seconds
 
+    def fade(self, share: float) -> None:
+        """Let earlier measurements count with this share of their weight beside later ones."""
+        self._amount *= share
+        self._seconds *= share
+
 
 class CostTierPlanner:
     """The ``TierPlanner`` of an engine with a store: it loads blocks if that is predicted to be
@@ -68,6 +79,10 @@ class CostTierPlanner:
         """Bytes per second from the store into blocks, waits included."""
         self.prefill_rate = RateEstimate()
         """Tokens per second of prefills."""
+        self._has_loaded = False
+        """True if something was loaded since the last choice."""
+        self._loaded_s: float | None = None
+        """Time of the first choice after the last load, monotonic seconds."""
 
     def note_step(self, num_prefill_tokens: int, num_tokens: int, seconds: float) -> None:
         """Update the prefill rate by a step's tokens and duration, where a decoded token counts
@@ -79,6 +94,7 @@ class CostTierPlanner:
     def note_load(self, size_bytes: int, seconds: float) -> None:
         """Update the rate at which KV is loaded, by the size and the duration of a load."""
         self.load_rate.note(size_bytes, seconds)
+        self._has_loaded = True
 
     def read_load_speed(self) -> float:
         """Return for how many tokens the KV is loaded per second from lower tiers; 0 while unknown.
@@ -101,19 +117,21 @@ class CostTierPlanner:
         self, request: Request, keys: Sequence[bytes], num_matched: int, now_s: float
     ) -> LoadDecision:
         """Choose how many blocks to load, by the predicted times to load and to compute them."""
-        del now_s
+        if self._has_loaded or self._loaded_s is None:
+            self._has_loaded, self._loaded_s = False, now_s
         num_held = min(request.num_stored_blocks - num_matched, len(keys))
         if num_held <= 0 or self._config.decision == "compute":
             return LoadDecision(0)
         load_s = self.estimate_load_s(num_held)
         compute_s = self.estimate_compute_s(num_held)
-        if (
-            self._config.decision == "auto"
-            and load_s is not None
-            and compute_s is not None
-            and load_s >= compute_s
-        ):
-            return LoadDecision(0)
+        is_slow = load_s is not None and compute_s is not None and load_s >= compute_s
+        if self._config.decision == "auto" and is_slow:
+            age = 0.5 ** ((now_s - self._loaded_s) / HALF_LIFE_S)
+            if load_s * age >= compute_s:
+                return LoadDecision(0)
+            # Try a load. Its rate says more than those of long ago.
+            self.load_rate.fade(age)
+            self._loaded_s = now_s
         return LoadDecision(num_held, self._choose_wait_s(compute_s))
 
     def _choose_wait_s(self, compute_s: float | None) -> float:
