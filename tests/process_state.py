@@ -54,10 +54,18 @@ def read_state(*, with_modules: bool = False) -> dict[str, Any]:
 
 
 def list_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return what differs; what an import has brought does not."""
-    new = {name for name in after.keys() - before.keys() if name[0] == "$"}
+    """Return what differs, without what libraries do: they add variables and handlers of their own
+    when they are imported or first used, which is in another test for each order.
+    """
+    new = {name for name in after.keys() - before.keys() if name.startswith("$TANDEM")}
     return {
         name: (before.get(name), after.get(name))
         for name in sorted(before.keys() | new)
-        if before.get(name) != after.get(name)
+        if before.get(name) != after.get(name) and not _is_of_library(after.get(name))
     }
+
+
+def _is_of_library(value: Any) -> bool:
+    """Return True for a function of an installed package."""
+    module = sys.modules.get(getattr(value, "__module__", None) or "")
+    return callable(value) and "site-packages" in (getattr(module, "__file__", None) or "")

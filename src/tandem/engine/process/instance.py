@@ -49,6 +49,7 @@ from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.process.inventory import BlockInventory
 from tandem.engine.process.libraries import import_libraries
 from tandem.engine.process.methods import METHODS, STATS, InstanceMethod
+from tandem.engine.process.self_test import SelfTest
 from tandem.engine.tiers.config import TierConfig
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, Peer, RpcConfig, RpcServer, make_identity
@@ -241,7 +242,8 @@ class Instance:
         try:
             self._load()
             self._has_loaded.set()
-            self._run_engine()
+            if not self._run_engine():
+                return 1
         except TandemError as error:
             # The server reports the failure; an ERROR line here would print it twice.
             logger.info("event=instance_failed error=%s", error)
@@ -417,10 +419,19 @@ class Instance:
             tier.start(MirroredSink(built.engine, mirror), timeout_s=STORE_TIMEOUT_S)
         self._tier = tier
 
-    def _run_engine(self) -> None:
+    def _run_engine(self) -> bool:
+        """Run steps until told to stop; return False if the engine can answer nobody any more, so
+        that a new process should take its place.
+        """
         api = self._require_api()
+        test = SelfTest(api.engine, api.info.vocab_size)
         while not self._stopping.is_set():
-            api.deliver(api.engine.step() if api.engine.wait_for_work(IDLE_WAIT_S) else ())
+            outputs = api.engine.step() if api.engine.wait_for_work(IDLE_WAIT_S) else []
+            api.deliver(test.take(outputs))
+            if test.failure:
+                logger.error("event=instance_broken error=%r", test.failure)
+                return False
+        return True
 
 
 def read_spec(line: bytes) -> InstanceSpec:

@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.core.errors import CapacityError, DeadlineError, TandemError
+from tandem.core.errors import CapacityError, CorruptionError, DeadlineError, TandemError
 from tandem.placement.experts.cache import CachePolicy, Insertion
 
 __all__ = ["ExpertReader", "ExpertTier", "LayerSlots", "TierCounters"]
@@ -86,6 +86,8 @@ class _Read:
     number: int
     place: int
     is_staged: bool
+    file: int
+    """Number of the file as it was open then."""
 
 
 class ExpertTier:
@@ -194,6 +196,8 @@ class LayerSlots:
         num_experts: experts in the file.
         num_slots: slots of this layer.
         policy: decides which experts are kept in the slots.
+        is_unchanged: reads the file again and returns True if its content is what it was; asked
+            when the file seems to have been written to. None: then it is refused.
     """
 
     def __init__(
@@ -205,9 +209,12 @@ class LayerSlots:
         num_experts: int,
         num_slots: int,
         policy: CachePolicy,
+        is_unchanged: Callable[[], bool] | None = None,
     ) -> None:
         self._tier = tier
-        self._file = tier.reader.add_file(str(path))
+        self._path = str(path)
+        self._is_unchanged = is_unchanged
+        self._file = tier.reader.add_file(self._path)
         self._expert_bytes = expert_bytes
         self._policy = policy
         self._free = tier.give_slots(num_slots)
@@ -380,7 +387,7 @@ class LayerSlots:
     def _begin(self, expert_id: int, place: int, *, is_staged: bool) -> None:
         size = self._expert_bytes
         number = self._tier.reader.begin(self._file, expert_id * size, size, place)
-        self._reads[expert_id] = _Read(number, place, is_staged)
+        self._reads[expert_id] = _Read(number, place, is_staged, self._file)
 
     def _finish(self, expert_id: int) -> None:
         """Wait for an expert's read, if one is pending, and note where the expert lies."""
@@ -389,7 +396,7 @@ class LayerSlots:
             assert self.places[expert_id] >= 0, f"expert {expert_id} is not read"
             return
         try:
-            self._tier.finish(read.number)
+            self._wait(read, expert_id)
         except DeadlineError:
             raise
         except TandemError:
@@ -403,6 +410,21 @@ class LayerSlots:
         del self._reads[expert_id]
         offset = expert_id * self._expert_bytes
         self.places[expert_id] = read.place + offset % self._tier.alignment
+
+    def _wait(self, read: _Read, expert_id: int) -> None:
+        """Wait for an expert's read. If the file was touched (copied over by a backup, say) and has
+        the same content, it is opened again and read once more.
+        """
+        try:
+            self._tier.finish(read.number)
+        except CorruptionError:
+            if read.file == self._file:
+                if self._is_unchanged is None or not self._is_unchanged():
+                    raise
+                logger.warning("event=experts_reopened path=%s", self._path)
+                self._file = self._tier.reader.add_file(self._path)
+            self._begin(expert_id, read.place, is_staged=read.is_staged)
+            self._tier.finish(self._reads[expert_id].number)
 
     def _release(self, expert_id: int) -> None:
         """Free the place of an expert that lies in the staging area; one that holds a slot

@@ -483,6 +483,10 @@ class WeightCache(Protocol):
         """Return the file of the module's packed weights; None if there is none."""
         ...
 
+    def is_unchanged(self, name: str, size_bytes: int) -> bool:
+        """Read the module's file and return True if it has the content that was written."""
+        ...
+
 
 class NativeExperts(RoutedExperts):
     """Routed experts of a layer in a weight format, run by the native CPU kernels.

@@ -46,6 +46,7 @@ class TieredExperts(PackedExperts):
         path: file that holds the packed experts one after the other.
         num_slots: slots of this layer.
         policy: decides which experts are kept in the slots.
+        is_unchanged: returns True if the file has the content that it had; as of ``LayerSlots``.
         more: keyword arguments of ``PackedExperts``, without those about memory.
     """
 
@@ -56,6 +57,7 @@ class TieredExperts(PackedExperts):
         path: Path,
         num_slots: int,
         policy: CachePolicy,
+        is_unchanged: Callable[[], bool] | None = None,
         **more: Any,
     ) -> None:
         super().__init__(*settings, **more, is_apart=True)
@@ -67,6 +69,7 @@ class TieredExperts(PackedExperts):
             num_experts=self.num_experts,
             num_slots=num_slots,
             policy=policy,
+            is_unchanged=is_unchanged,
         )
         self._guess: ExpertGuess | None = None
         """Guess of which experts this layer will choose, by which they are read ahead; None: the
@@ -247,6 +250,7 @@ class DiskExperts(NativeExperts):
             path=path,
             num_slots=share.num_slots,
             policy=share.make_policy(share.num_slots),
+            is_unchanged=partial(cache.is_unchanged, name, size_bytes),
         )
         self._load_biases(reader, name)
         self.packed_bytes = share.num_slots * share.tier.slot_bytes

@@ -349,14 +349,26 @@ class PackedCache:
             os.fsync(file.fileno())
         return crc32
 
+    def is_unchanged(self, name: str, size_bytes: int) -> bool:
+        """Read an operator's finished file and return True if it has the content that was
+        written.
+        """
+        entry, path = self._files.get(name), self.locate(name, size_bytes)
+        if entry is None or path is None:
+            return False
+        crc32 = 0
+        with path.open("rb", buffering=0) as file:
+            while part := file.read(WRITE_BYTES):
+                crc32 = zlib.crc32(part, crc32)
+        return crc32 == entry.crc32
+
     def verify(self) -> None:
         """Read every finished file and compare checksums.
 
         Raises: CorruptionError (names the file).
         """
         for name, entry in sorted(self._files.items()):
-            weights = self.find(name, entry.size_bytes)
-            if weights is None or zlib.crc32(weights.data) != entry.crc32:
+            if not self.is_unchanged(name, entry.size_bytes):
                 raise CorruptionError(
                     "models.verify_packed",
                     f"{self._path(name).name} in {self.folder} is not what was written: remove "
