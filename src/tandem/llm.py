@@ -33,7 +33,7 @@ from tandem.core.errors import ConfigError, PeerLostError
 from tandem.core.logs import current_request_id
 from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import TokenLogprob
-from tandem.engine.process.launcher import ProcessLauncher
+from tandem.engine.process.fork_server import ForkServer
 from tandem.server.context import ServerContext
 from tandem.server.dialects.chat import plan_chat
 from tandem.server.dialects.completions import plan_completion
@@ -242,14 +242,10 @@ class LLM:
                 await self._await(self._end_stream(deltas))
 
     async def _open(self) -> ServerContext:
-        launchers: list[ProcessLauncher] = []
-        for _ in range(self._settings.cluster.num_instances):
-            launchers.append(ProcessLauncher())
-            self._opened.push_async_callback(launchers[-1].close)
-            await launchers[-1].prepare()
+        fork_server = await self._opened.enter_async_context(ForkServer())
         model = check_model(self._settings)
         composing = compose(
-            self._settings, model, launchers, log_level="warning", log_format="text"
+            self._settings, model, fork_server, log_level="warning", log_format="text"
         )
         engine, app = await self._opened.enter_async_context(composing)
         await self._opened.enter_async_context(app.router.lifespan_context(app))

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from process_tree import list_tree, measure_usage
+from process_tree import GONE, list_tree, measure_usage
+
+from tandem.engine.process.instance import PROCESS_NAME
 
 NUM_CLIENTS = 6
 PAUSE_S = (2.0, 8.0)
@@ -100,10 +102,13 @@ class Client:
 
 def list_children(server):
     """Children that may be harmed, by what they are."""
-    names = {"tandem.engine.process.instance": "instance", "tandem.store.process": "store"}
     found = []
     for pid, command in list_tree(server.process.pid).items():
-        found += [(pid, name) for module, name in names.items() if module in command]
+        with contextlib.suppress(*GONE):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == PROCESS_NAME:
+                found.append((pid, "instance"))
+            elif "tandem.store.process" in command:
+                found.append((pid, "store"))
     return found
 
 

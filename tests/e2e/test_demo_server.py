@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import json
+import os
 import re
 import shutil
 import socket
@@ -326,6 +327,18 @@ def test_an_instance_imports_nothing_for_training_alone(server):
     assert "/torch/" in maps
     assert "/scipy/" not in maps
     assert "/sklearn/" not in maps
+
+
+def test_the_process_that_instances_are_forked_from_holds_nothing(server):
+    """One thread, since a fork copies no other; no secret; and of sockets only its own three."""
+    stat = Path(f"/proc/{server.instance_pid()}/stat").read_text()
+    proc = Path("/proc") / stat.rsplit(")", 1)[1].split()[1]
+    assert "fork_server" in (proc / "cmdline").read_text()
+    assert len(list((proc / "task").iterdir())) == 1
+    assert not re.search(r"(^|\0)TANDEM_(?!MAX_ISA)", (proc / "environ").read_text())
+    files = {int(entry.name): os.readlink(entry) for entry in (proc / "fd").iterdir()}
+    assert sum(file.startswith("socket:") for file in files.values()) == 3
+    assert len(set(files) - {0, 1, 2}) == 2, files
 
 
 def test_decoding_is_not_held_up_by_a_long_prompt(idle_after):

@@ -238,11 +238,5 @@ class SimLauncher:
         self._world.instances[spec.name] = instance
         return SimChild(self._world, instance)
 
-    async def prepare(self) -> None:
-        pass
-
-    async def discard(self) -> None:
-        pass
-
     async def close(self) -> None:
         pass

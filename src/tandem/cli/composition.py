@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from tandem.engine.launching.rosters import Rosters
 from tandem.engine.launching.service import LauncherService, make_prefix
 from tandem.engine.launching.trust import derive_transfer_secret, read_cluster_secret
 from tandem.engine.memory import check_context
+from tandem.engine.process.fork_server import ForkServer
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.launcher import ProcessLauncher
 from tandem.engine.process.store_child import StoreChild
@@ -127,7 +128,7 @@ def _check_context(engine: EngineConfig, values: dict[str, Any]) -> None:
 async def compose(
     settings: Config,
     model: CheckedModel,
-    launchers: list[ProcessLauncher],
+    fork_server: ForkServer,
     *,
     log_level: str,
     log_format: str,
@@ -141,7 +142,7 @@ async def compose(
     Args:
         settings: settings of the server.
         model: model of these settings, checked.
-        launchers: one for each instance; not owned.
+        fork_server: starts the instances' processes; not owned.
         log_level: log level of the started processes.
         log_format: log format of the started processes.
         on_stage: see ``ClusterClient``.
@@ -168,9 +169,7 @@ async def compose(
                 settings.cluster,
                 on_stage=on_stage,
                 is_staggered=may_write_cache(settings.model.packed_cache, model.folder),
-                # Instances that are added later start with new launchers: only the first ones were
-                # prepared.
-                make_launcher=chain(launchers, iter(ProcessLauncher, None)).__next__,
+                make_launcher=partial(ProcessLauncher, fork_server),
                 is_asleep=is_asleep,
             )
         engine = await opened.enter_async_context(cluster)
@@ -191,12 +190,13 @@ async def compose(
 
 @contextlib.asynccontextmanager
 async def compose_launcher(
-    settings: Config, *, log_level: str, log_format: str
+    settings: Config, fork_server: ForkServer, *, log_level: str, log_format: str
 ) -> AsyncIterator[LauncherService]:
     """Start instances, and their store if one is configured, and serve their roster to servers.
 
     Args:
         settings: settings of the instances, with ``launcher.listen``.
+        fork_server: starts the instances' processes; not owned.
         log_level: log level of the started processes.
         log_format: log format of the started processes.
     """
@@ -231,6 +231,7 @@ async def compose_launcher(
             settings.cluster,
             endpoint,
             settings.launcher.name,
+            fork_server=fork_server,
             is_staggered=may_write_cache(settings.model.packed_cache, folder),
         )
         yield await opened.enter_async_context(service)

@@ -23,6 +23,7 @@ from tandem.server.hub.config import HostedSpec, load_hub_file
 
 if TYPE_CHECKING:
     from tandem.engine.cluster.client import ClusterClient
+    from tandem.engine.process.fork_server import ForkServer
     from tandem.server.hub.front import ModelFront
     from tandem.server.hub.hub import ModelHub
 
@@ -48,10 +49,17 @@ def serve_models(
 
 
 async def _serve(settings: Config, log_level: str, log_format: str, *, json: bool) -> None:
-    from tandem.server.run import RunningServer, open_listener, run_server
+    from tandem.engine.process.fork_server import ForkServer
 
-    with open_listener(settings.server) as listener:
-        composing = compose_models(settings, log_level=log_level, log_format=log_format)
+    async with contextlib.AsyncExitStack() as opened:
+        # The libraries of instances are imported while this process imports the server.
+        fork_server = await opened.enter_async_context(ForkServer())
+        from tandem.server.run import RunningServer, open_listener, run_server
+
+        listener = opened.enter_context(open_listener(settings.server))
+        composing = compose_models(
+            settings, fork_server, log_level=log_level, log_format=log_format
+        )
         async with composing as (hub, front):
 
             def announce(running: RunningServer) -> None:
@@ -73,13 +81,14 @@ async def _serve(settings: Config, log_level: str, log_format: str, *, json: boo
 
 @contextlib.asynccontextmanager
 async def compose_models(
-    settings: Config, *, log_level: str, log_format: str
+    settings: Config, fork_server: "ForkServer", *, log_level: str, log_format: str
 ) -> "AsyncIterator[tuple[ModelHub, ModelFront]]":
     """Build an application for each model of ``hub.file``, and the one that passes requests to
     them.
 
     Args:
         settings: settings of the server, and of each model unless the file overrides them.
+        fork_server: starts the instances' processes; not owned.
         log_level: log level of the started processes.
         log_format: log format of the started processes.
     """
@@ -104,7 +113,7 @@ async def compose_models(
             composing = compose(
                 own[name],
                 checked[name],
-                [],
+                fork_server,
                 log_level=log_level,
                 log_format=log_format,
                 lifecycle=lifecycle,

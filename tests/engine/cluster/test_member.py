@@ -4,6 +4,7 @@ Method: members without processes; a session that the test answers for.
 """
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -51,7 +52,10 @@ def make_spec(**fields):
 def make_member(role):
     changes = []
     member = ClusterMember(
-        make_spec(name=f"{role}-0", role=role), on_change=changes.append, on_stage=lambda _: None
+        make_spec(name=f"{role}-0", role=role),
+        on_change=changes.append,
+        on_stage=lambda _: None,
+        launcher=AsyncMock(),
     )
     member.supervisor = Supervisor()
     return member, changes

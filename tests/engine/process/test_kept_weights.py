@@ -79,12 +79,6 @@ class Starter:
         self.seen.append(self.is_mapped())
         return Child(self.info)
 
-    async def prepare(self):
-        pass
-
-    async def discard(self):
-        pass
-
     async def close(self):
         pass
 

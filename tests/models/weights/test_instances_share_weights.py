@@ -5,6 +5,7 @@ kernel's Pss of the mapped file (what is shared counts half) is compared to its 
 """
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from tandem.core.wire import AddRequest, SamplingParams
 from tandem.engine.cluster.client import ClusterClient, make_specs
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.config import EngineConfig
+from tandem.engine.process.fork_server import ForkServer
 from tandem.engine.process.instance import InstanceSpec
+from tandem.engine.process.launcher import ProcessLauncher
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 
@@ -43,7 +46,10 @@ async def serve_and_look(folder):
     specs = make_specs(config, common)
     async with (
         asyncio.timeout(START_TIMEOUT_S),
-        ClusterClient(specs, config, is_staggered=True) as cluster,
+        ForkServer() as forks,
+        ClusterClient(
+            specs, config, is_staggered=True, make_launcher=partial(ProcessLauncher, forks)
+        ) as cluster,
     ):
         await cluster.wait_ready()
         prompts = [list(range(5 + 300 * i, 305 + 300 * i)) for i in range(6)]

@@ -14,6 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,9 @@ from tandem.core.wire import AddRequest, FinishReason, SamplingParams
 from tandem.engine.cluster.client import ClusterClient, make_specs
 from tandem.engine.cluster.config import ClusterConfig
 from tandem.engine.config import EngineConfig
+from tandem.engine.process.fork_server import ForkServer
 from tandem.engine.process.instance import InstanceSpec
+from tandem.engine.process.launcher import ProcessLauncher
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 
@@ -58,8 +61,15 @@ class _Serving:
             rpc=RpcConfig(),
             log_level="error",
         )
-        self._cluster = ClusterClient(make_specs(config, common), config, is_staggered=True)
         self._thread = LoopThread("bench")
+        self._fork_server = ForkServer()
+        self._call(self._fork_server.__aenter__())
+        self._cluster = ClusterClient(
+            make_specs(config, common),
+            config,
+            is_staggered=True,
+            make_launcher=partial(ProcessLauncher, self._fork_server),
+        )
         self._ids = itertools.count()
         self._call(self._cluster.__aenter__())
         self._call(self._cluster.wait_ready())
@@ -70,6 +80,7 @@ class _Serving:
     def close(self) -> None:
         with contextlib.suppress(Exception):  # The processes end with this one in any case.
             self._call(self._cluster.__aexit__(None, None, None))
+            self._call(self._fork_server.__aexit__(None, None, None))
         self._thread.close(CALL_TIMEOUT_S)
 
     def ask(self, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

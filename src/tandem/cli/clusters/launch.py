@@ -1,8 +1,10 @@
 """``tandem cluster launch``: the process that owns the instances of one machine."""
 
 import asyncio
+import contextlib
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,14 +53,11 @@ def launch(
 
 
 async def _launch(settings: Config, log_level: str, log_format: str, *, json: bool) -> None:
-    from tandem.cli.composition import compose_launcher
-
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    composing = compose_launcher(settings, log_level=log_level, log_format=log_format)
-    async with composing as service:
+    async with _compose(settings, log_level, log_format) as service:
         stopped = asyncio.create_task(stop.wait())
         serving = asyncio.create_task(_announce(service, settings, json=json))
         try:
@@ -78,6 +77,23 @@ async def _launch(settings: Config, log_level: str, log_format: str, *, json: bo
             for task in (stopped, serving):
                 task.cancel()
             await asyncio.gather(stopped, serving, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _compose(
+    settings: Config, log_level: str, log_format: str
+) -> "AsyncIterator[LauncherService]":
+    from tandem.engine.process.fork_server import ForkServer
+
+    # The libraries of instances are imported while this process imports the launcher.
+    async with ForkServer() as fork_server:
+        from tandem.cli.composition import compose_launcher
+
+        composing = compose_launcher(
+            settings, fork_server, log_level=log_level, log_format=log_format
+        )
+        async with composing as service:
+            yield service
 
 
 async def _announce(service: "LauncherService", settings: Config, *, json: bool) -> None:

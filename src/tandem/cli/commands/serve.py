@@ -32,7 +32,7 @@ from tandem.models.loading.hub import resolve_folder
 from tandem.server.config import ACCESS_LOGGER
 
 if TYPE_CHECKING:
-    from tandem.engine.process.launcher import ProcessLauncher
+    from tandem.engine.process.fork_server import ForkServer
 
 __all__ = ["serve"]
 
@@ -95,24 +95,21 @@ def serve(
 async def _serve(
     settings: Config, log_level: str, log_format: str, *, json: bool, with_rejected: bool
 ) -> None:
-    from tandem.engine.process.launcher import ProcessLauncher
+    from tandem.engine.process.fork_server import ForkServer
 
     async with contextlib.AsyncExitStack() as opened:
-        # The instances' processes start first: importing torch and transformers is most of their
-        # start, and meanwhile this process imports the server and checks the settings.
-        launchers: list[ProcessLauncher] = []
-        num_own = 0 if settings.cluster.launchers else settings.cluster.num_instances
-        for _ in range(num_own):
-            launchers.append(ProcessLauncher())
-            opened.push_async_callback(launchers[-1].close)
-            await launchers[-1].prepare()
+        # The instances' libraries are imported first, which is most of their start; meanwhile this
+        # process imports the server and checks the settings.
+        fork_server = ForkServer()
+        if not settings.cluster.launchers:
+            await opened.enter_async_context(fork_server)
         await _serve_with(
-            launchers, settings, log_level, log_format, json=json, with_rejected=with_rejected
+            fork_server, settings, log_level, log_format, json=json, with_rejected=with_rejected
         )
 
 
 async def _serve_with(
-    launchers: "list[ProcessLauncher]",
+    fork_server: "ForkServer",
     settings: Config,
     log_level: str,
     log_format: str,
@@ -131,7 +128,7 @@ async def _serve_with(
         composing = compose(
             settings,
             model,
-            launchers,
+            fork_server,
             log_level=log_level,
             log_format=log_format,
             on_stage=on_stage,

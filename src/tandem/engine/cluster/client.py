@@ -54,7 +54,7 @@ from tandem.engine.cluster.placing import describe_candidate
 from tandem.engine.cluster.request_states import Limits
 from tandem.engine.config import KvEventConfig
 from tandem.engine.process.instance import InstanceSpec
-from tandem.engine.process.launcher import Launcher, ProcessLauncher
+from tandem.engine.process.launcher import Launcher
 from tandem.engine.process.methods import EXPERTS, FLUSH_CACHE, STATS, TIMELINES
 from tandem.engine.process.output_stream import OutputStream
 from tandem.placement.cores import divide_cores
@@ -161,7 +161,8 @@ class ClusterClient:
         is_staggered: True to start the first instance alone until it serves. The others then map
             the file of packed weights that it has written, instead of packing the weights
             themselves.
-        make_launcher: creates the launcher that starts an instance; called once per instance.
+        make_launcher: creates the launcher that starts an instance; called once per instance. None
+            in a class that makes its members otherwise.
         prefix: prefix of the names given to instances that are added later.
         is_asleep: True to start no instance before ``wake`` is called.
         tag: see ``Dispatcher``.
@@ -175,7 +176,7 @@ class ClusterClient:
         policy: Policy | None = None,
         on_stage: Callable[[StageChanged], None] | None = None,
         is_staggered: bool = False,
-        make_launcher: Callable[[], Launcher] = ProcessLauncher,
+        make_launcher: Callable[[], Launcher] | None = None,
         prefix: str = "",
         is_asleep: bool = False,
         tag: str = "",
@@ -231,6 +232,7 @@ class ClusterClient:
         return JournalingConductor(config.policy, config.admission, self._journal.write, policy)
 
     def _make_member(self, spec: InstanceSpec) -> ClusterMember:
+        assert self._make_launcher is not None, "who starts instances is given launchers"
         return ClusterMember(
             spec,
             on_change=self._note_change,
@@ -502,9 +504,7 @@ class ClusterClient:
         await asyncio.gather(*(member.supervisor.sleep() for member in self._members))
 
     async def evict(self) -> None:
-        """Discard what ``sleep`` has kept for a fast start: processes started in advance and mapped
-        weights.
-        """
+        """Discard the mapped weights, which ``sleep`` has kept for a fast start."""
         await asyncio.gather(*(member.supervisor.evict() for member in self._members))
 
     async def wake(self) -> InstanceInfo:

@@ -50,7 +50,7 @@ class ClusterMember:
         *,
         on_change: Callable[["ClusterMember"], None],
         on_stage: Callable[["ClusterMember"], None],
-        launcher: Launcher | None = None,
+        launcher: Launcher,
         is_asleep: bool = False,
         max_first_starts: int | None = MAX_FIRST_STARTS,
     ) -> None:

@@ -107,12 +107,6 @@ class AttachedLauncher:
         entry = self._rosters.find(self._name)
         return entry if entry is not None and entry.run and entry.stage in SERVES else None
 
-    async def prepare(self) -> None:
-        """Do nothing: the launcher process starts the instances."""
-
-    async def discard(self) -> None:
-        """Do nothing: ``prepare`` has started nothing."""
-
     async def close(self) -> None:
         """Do nothing: the launcher process owns the instances' processes."""
 

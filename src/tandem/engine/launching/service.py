@@ -8,6 +8,7 @@ instances. All code runs on one event loop.
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, Self
 
 import msgspec
@@ -26,6 +27,7 @@ from tandem.engine.launching.messages import (
     Roster,
     RosterEntry,
 )
+from tandem.engine.process.fork_server import ForkServer
 from tandem.engine.process.instance import InstanceSpec, compat_facts
 from tandem.engine.process.launcher import Launcher, ProcessLauncher
 from tandem.engine.process.methods import STATS
@@ -75,7 +77,7 @@ class OwnedCluster(ClusterClient):
         endpoint: Endpoint,
         prefix: str,
         on_change: Callable[[], None],
-        start_at: Callable[[str], OwnedLauncher] = ProcessLauncher,
+        start_at: Callable[[str], OwnedLauncher],
     ) -> None:
         self._start_at = start_at
         self._changes: set[asyncio.Task[None]] = set()
@@ -229,6 +231,7 @@ class LauncherService:
         config: settings of the cluster.
         endpoint: address that servers connect to.
         name: name of the launcher.
+        fork_server: starts the instances' processes; not owned.
         is_staggered: see ``ClusterClient``.
     """
 
@@ -239,6 +242,7 @@ class LauncherService:
         endpoint: str,
         name: str,
         *,
+        fork_server: ForkServer,
         is_staggered: bool = False,
     ) -> None:
         parsed = parse_endpoint(endpoint)
@@ -264,6 +268,7 @@ class LauncherService:
             endpoint=parsed,
             prefix=make_prefix(name),
             on_change=self._note_change,
+            start_at=partial(ProcessLauncher, fork_server),
         )
         self._told: Roster | None = None
         self._is_telling = False

@@ -1,12 +1,14 @@
 """Child processes of the server: starting one, sending it its settings, ending it.
 
 A child reads one line of settings from standard input. It ends when that input is closed, so it
-does not outlive its server, however the server ends.
+does not outlive its server, however the server ends. Instances are not started here but forked
+(``fork_server``).
 """
 
 import asyncio
 import contextlib
 import sys
+from typing import Protocol
 
 import msgspec
 
@@ -19,6 +21,31 @@ EXIT_TIMEOUT_S = 5.0
 LOST_TIMEOUT_S = 0.5
 """Seconds that a child that no longer answers may take to end before it is killed; its successor
 waits for it."""
+
+
+class ChildInput(Protocol):
+    """The writing end of a child's standard input."""
+
+    def write(self, data: bytes, /) -> None:
+        """Write bytes, buffering those that the child does not read yet."""
+        ...
+
+    def close(self) -> None:
+        """Close it, which tells the child to end."""
+        ...
+
+
+class ChildProcess(Protocol):
+    """A running child: a process of asyncio's, or one that the fork server has forked."""
+
+    @property
+    def stdin(self) -> ChildInput | None:
+        """Standard input of the child."""
+        ...
+
+    def kill(self) -> None:
+        """Send SIGKILL. Raises: ProcessLookupError (the child has ended)."""
+        ...
 
 
 async def start_child(module: str, *, stdout: int | None = None) -> asyncio.subprocess.Process:
@@ -36,28 +63,25 @@ async def start_child(module: str, *, stdout: int | None = None) -> asyncio.subp
         module,
         stdin=asyncio.subprocess.PIPE,
         stdout=stdout,
-        # torch's OpenMP threads spin at every barrier by default; beside any other load on the
-        # same cores that turns steps of milliseconds into seconds (measured: 25 ms to 110 ms
-        # and more for 64 decodes on two busy cores). OpenMP reads this at load, so only here.
-        env=child_environment({"OMP_WAIT_POLICY": "PASSIVE"}),
+        env=child_environment(),
         # Ctrl-C in a terminal is for the server, which drains and then ends its children.
         start_new_session=True,
     )
 
 
-def write_settings(process: asyncio.subprocess.Process, spec: msgspec.Struct) -> None:
+def write_settings(process: ChildProcess, spec: msgspec.Struct) -> None:
     """Write a child's settings to its standard input, once."""
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(spec) + b"\n")
 
 
 async def end_child(
-    process: asyncio.subprocess.Process, exited: "asyncio.Task[int]", *, is_lost: bool = False
+    process: ChildProcess, exited: "asyncio.Task[int]", *, is_lost: bool = False
 ) -> None:
     """End a child process, by SIGKILL if it does not end in time.
 
     Args:
-        process: a result of ``start_child``.
+        process: the child, which was started here or forked.
         exited: task of its ``wait()``.
         is_lost: True if it no longer answers, so that it gets ``LOST_TIMEOUT_S`` only.
     """

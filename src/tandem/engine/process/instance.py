@@ -4,11 +4,10 @@ Two threads. The main thread loads the model and runs the engine's steps; the ot
 channel's event loop, so that a request is accepted, refused or cancelled while a step is computed.
 The results of a step go to each server as one event.
 
-The supervisor of a server or of a launcher (``tandem.engine.process.supervisor``) starts the
-process and sends the configuration as one line on its standard input. It may start the process
-before it knows the configuration. The process ends when that input is closed, so it does not
-outlive its starter. Any number of servers may connect; when one is lost, or its lease ends, its
-requests are cancelled.
+The supervisor of a server or of a launcher (``tandem.engine.process.supervisor``) has the process
+forked (``tandem.engine.process.fork_server``) and sends the configuration as one line on its
+standard input. The process ends when that input is closed, so it does not outlive its starter. Any
+number of servers may connect; when one is lost, or its lease ends, its requests are cancelled.
 """
 
 import asyncio
@@ -47,7 +46,6 @@ from tandem.engine.config import EngineConfig, KvEventConfig
 from tandem.engine.kv_events import KvEventPublisher
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.process.inventory import BlockInventory
-from tandem.engine.process.libraries import import_libraries
 from tandem.engine.process.methods import METHODS, STATS, InstanceMethod
 from tandem.engine.process.self_test import SelfTest
 from tandem.engine.tiers.config import TierConfig
@@ -67,7 +65,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INSTANCE_ROLE",
-    "PREPARE",
+    "PROCESS_NAME",
     "SERVER_ROLE",
     "InstanceSpec",
     "compat_facts",
@@ -77,6 +75,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 INSTANCE_ROLE = "instance"
+PROCESS_NAME = "tandem-instance"
+"""Name of an instance's process in `ps` and `top`, at most 15 characters."""
 SERVER_ROLE = "server"
 IDLE_WAIT_S = 0.5
 PROGRESS_INTERVAL_S = 0.1
@@ -84,10 +84,6 @@ STORE_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 5.0
 """Time limit in seconds of the first attempt to reach the store; if it fails, the instance serves
 without the store."""
-
-
-PREPARE = b"\n"
-"""Line sent before the configuration: import libraries first, then read the configuration."""
 
 
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -270,7 +266,6 @@ class Instance:
 
     def _load(self) -> None:
         begin_s = time.monotonic()
-        import_libraries()
         from tandem.engine.build import build_engine
 
         self.set_stage(StageChanged(InstanceStage.LOADING, "reading the configuration"))
@@ -466,28 +461,23 @@ class _ServerWatch:
 
 
 def main() -> int:
-    """Run ``python -m tandem.engine.process.instance``; return the exit status."""
-    # Ctrl-C in a terminal sends SIGINT to the whole process group. Ignore it here: the server
-    # drains first and then ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Be an instance, in a process that was forked for it; return the exit status."""
+    # `ps` and `top` show this name; the command line is that of the process that was forked.
+    Path("/proc/self/comm").write_text(PROCESS_NAME)
+    # A fork copies NumPy's random state; Python draws its own again.
+    import numpy as np
+
+    np.random.seed()
     watch = _ServerWatch()
     line = sys.stdin.buffer.readline()
-    if line == PREPARE:
-        import_libraries()
-        line = sys.stdin.buffer.readline()
     if not line:
         return 0  # End of input: the server has ended, or does not need this process.
     spec = read_spec(line)
     configure_logging(spec.name, spec.log_level, spec.log_format)
     if spec.cores:
-        # Set the affinity of each existing thread: imported libraries have started some. Threads
-        # started later inherit it.
+        # Threads started later inherit the affinity.
         for thread in os.listdir("/proc/self/task"):
             os.sched_setaffinity(int(thread), spec.cores)
     instance = watch.instance = Instance(spec)
     signal.signal(signal.SIGTERM, lambda _, __: watch.stop())
     return instance.run()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

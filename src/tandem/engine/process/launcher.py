@@ -10,17 +10,16 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.engine.process.child_process import end_child, start_child, write_settings
-from tandem.engine.process.instance import PREPARE, SERVER_ROLE, InstanceSpec, compat_facts
+from tandem.engine.process.child_process import end_child, write_settings
+from tandem.engine.process.fork_server import ForkedProcess, ForkServer
+from tandem.engine.process.instance import SERVER_ROLE, InstanceSpec, compat_facts
 from tandem.engine.process.session import SessionClient
 from tandem.rpc import Auth, RpcClient, make_identity, make_runtime_dir
 
 __all__ = ["InstanceChild", "Launcher", "ProcessLauncher", "make_instance_client"]
 
-MODULE = "tandem.engine.process.instance"
 CONNECT_TIMEOUT_S = 120.0
-"""Seconds from the start of the process until its socket exists; it loads the model afterwards.
-Importing torch has taken half a minute on a cold, busy disk."""
+"""Seconds from the start of the process until its socket exists; it loads the model afterwards."""
 
 
 class InstanceChild(Protocol):
@@ -66,77 +65,42 @@ class Launcher(Protocol):
         """Start the instance at an endpoint that the launcher chooses; the caller ends it."""
         ...
 
-    async def prepare(self) -> None:
-        """Do in advance the part of the next start that needs no settings, such as imports.
-        Idempotent.
-        """
-        ...
-
-    async def discard(self) -> None:
-        """End what ``prepare`` has started for the next start. Idempotent."""
-        ...
-
     async def close(self) -> None:
         """Remove files that starts have left; call it after the last process has ended."""
         ...
 
 
 class ProcessLauncher:
-    """Starts instances as child processes, which listen on sockets in a temporary folder.
+    """Starts instances as forks of one process; they listen on sockets in a temporary folder.
 
     Args:
+        fork_server: forks them; not owned.
         endpoint: endpoint for them to listen on instead; empty: a socket.
     """
 
-    def __init__(self, endpoint: str = "") -> None:
+    def __init__(self, fork_server: ForkServer, endpoint: str = "") -> None:
+        self._fork_server = fork_server
         self._fixed_endpoint = endpoint
         self.endpoint = endpoint
         """Endpoint of the latest process that was started."""
         self._folder: Path | None = None
         self.num_started = 0
-        self._prepared: asyncio.subprocess.Process | None = None
-        """Process that was started in advance: it imports libraries and waits for its settings."""
 
     async def start(self, spec: InstanceSpec) -> "ChildInstance":
-        """Start a child process, or use the prepared one, and send it its settings."""
-        folder = self._make_folder()
+        """Fork a process and send it its settings."""
+        if self._folder is None:
+            self._folder = make_runtime_dir()
+        folder = self._folder
         endpoint = self._fixed_endpoint or f"ipc://{folder / f'{self.num_started}.sock'}"
         self.endpoint = endpoint
         self.num_started += 1
         spec = msgspec.structs.replace(spec, endpoint=endpoint)
-        process, self._prepared = self._prepared, None
-        if process is None or process.returncode is not None:
-            process = await start_child(MODULE)
+        process = await self._fork_server.fork()
         write_settings(process, spec)
         return ChildInstance(process, make_instance_client(endpoint, spec))
 
-    async def prepare(self) -> None:
-        """Start a process that imports libraries and then waits for its settings."""
-        # Make a writable folder first, because some libraries fail to import without one, with
-        # unclear errors.
-        self._make_folder()
-        if self._prepared is None:
-            self._prepared = await start_child(MODULE)
-            assert self._prepared.stdin is not None
-            self._prepared.stdin.write(PREPARE)
-
-    def _make_folder(self) -> Path:
-        if self._folder is None:
-            self._folder = make_runtime_dir()
-        return self._folder
-
-    async def discard(self) -> None:
-        """Kill the process that ``prepare`` has started in advance, if there is one."""
-        process, self._prepared = self._prepared, None
-        if process is not None:
-            exited = asyncio.create_task(process.wait())
-            # Kill the prepared process: it has no requests to finish, and does not read its input
-            # during imports.
-            await end_child(process, exited, is_lost=True)
-
     async def close(self) -> None:
-        """Discard the prepared process and remove the folder of sockets."""
-        await self.discard()
+        """Remove the folder of sockets."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -144,14 +108,14 @@ class ProcessLauncher:
 class ChildInstance:
     """An instance in a child process; an ``InstanceChild``."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: RpcClient) -> None:
+    def __init__(self, process: ForkedProcess, client: RpcClient) -> None:
         self._process = process
         self._exited = asyncio.create_task(process.wait())
         self.client = client
 
     @property
     def pid(self) -> int:
-        """Process id of the child."""
+        """Process id of the instance."""
         return self._process.pid
 
     async def wait(self) -> int:

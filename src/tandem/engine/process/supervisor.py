@@ -1,9 +1,8 @@
 """The supervisor of one instance: it starts, watches and restarts its process.
 
 Owns the child process and the session with it. If the process dies, is killed or stops answering, a
-new one is started, after a pause that grows while starts keep failing. When a process has been
-silent for part of its lease, the next one is already started in advance, because most of a start is
-the import of libraries. All of it runs on one event loop.
+new one is started, after a pause that grows while starts keep failing. All of it runs on one event
+loop.
 """
 
 import asyncio
@@ -19,7 +18,7 @@ from tandem.core.instance_status import InstanceRole
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.engine.process.instance import InstanceSpec
 from tandem.engine.process.kept_weights import KeptWeights
-from tandem.engine.process.launcher import InstanceChild, Launcher, ProcessLauncher
+from tandem.engine.process.launcher import InstanceChild, Launcher
 from tandem.engine.process.session import InstanceSession
 
 __all__ = ["MAX_FIRST_STARTS", "InstanceSupervisor"]
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 RESTART_PAUSE_S = 0.2
 RESTART_PAUSE_MAX_S = 10.0
 """Longest pause between restarts in seconds; several starts still fit ``cluster.recovery_s``."""
-LOOKS_PER_LEASE = 8
-"""Number of checks for silence during one lease of the instance."""
 MAX_FIRST_STARTS = 3
 """Number of failed starts after which an instance that has never served is given up."""
 
@@ -42,7 +39,7 @@ class InstanceSupervisor:
     Args:
         spec: settings of the instance.
         on_stage: called with every change of stage and every step of progress.
-        launcher: starts the process; None: as a child process. Owned.
+        launcher: starts the process. Owned.
         is_asleep: if True, no process is started before ``wake``.
         max_first_starts: number of processes that may die before one has served; then the instance
             is given up. None: it is never given up, because a launcher restarts it.
@@ -53,14 +50,14 @@ class InstanceSupervisor:
         spec: InstanceSpec,
         *,
         on_stage: Callable[[StageChanged], None] | None = None,
-        launcher: Launcher | None = None,
+        launcher: Launcher,
         is_asleep: bool = False,
         max_first_starts: int | None = MAX_FIRST_STARTS,
     ) -> None:
         self._max_first_starts = max_first_starts
         self._spec = spec
         self._on_stage = on_stage
-        self._launcher = ProcessLauncher() if launcher is None else launcher
+        self._launcher = launcher
         self._stage = StageChanged(InstanceStage.STARTING)
         self._info: InstanceInfo | None = None
         self._session: InstanceSession | None = None
@@ -149,8 +146,7 @@ class InstanceSupervisor:
     async def sleep(self) -> None:
         """End the process; start none before ``wake``.
 
-        The next process is started in advance, so that it has imported its libraries, and the
-        packed weights stay mapped.
+        The packed weights stay mapped.
         """
         if self._kept is None and self._info is not None:
             # Map the packed weights before the old process ends, so that their pages stay in the
@@ -161,15 +157,13 @@ class InstanceSupervisor:
         if not self._asleep.is_set():
             self._restarting.set()
         await self._asleep.wait()
-        await self._launcher.prepare()
 
     async def evict(self) -> None:
-        """End the process started in advance and unmap the packed weights, both kept for a fast
-        start; does nothing unless the instance sleeps.
+        """Unmap the packed weights, kept for a fast start; does nothing unless the instance
+        sleeps.
         """
         if self._asleep.is_set():
             self._drop_kept()
-            await self._launcher.discard()
 
     async def wake(self) -> None:
         """Start the process of a sleeping instance; return when it serves."""
@@ -256,7 +250,6 @@ class InstanceSupervisor:
             child.client, on_stage=self._set_stage, on_ready=self._note_ready
         )
         session = asyncio.create_task(self._session.run())
-        watch = asyncio.create_task(self._watch_silence(self._session))
         restarting = asyncio.create_task(self._restarting.wait())
         is_lost = False
         try:
@@ -280,26 +273,14 @@ class InstanceSupervisor:
                 self._set_stage(StageChanged(InstanceStage.STARTING, f"restarting: {reason}"))
             return reason
         finally:
-            for task in (session, watch, restarting):
+            for task in (session, restarting):
                 task.cancel()
-            await asyncio.gather(session, watch, restarting, return_exceptions=True)
+            await asyncio.gather(session, restarting, return_exceptions=True)
             self._session, self._info = None, None
             # Kill a process that still loads its model: it has no requests to finish.
             await child.end(is_lost=is_lost or not self._was_ready)
             exited.cancel()
             self._child = None
-
-    async def _watch_silence(self, session: InstanceSession) -> None:
-        """Start the next process in advance when the present one was silent for half its lease (the
-        time after which it counts as lost).
-        """
-        lease_s = self._spec.rpc.lease_ms / 1e3
-        while True:
-            await asyncio.sleep(lease_s / LOOKS_PER_LEASE)
-            if self._was_ready and session.silence_s > lease_s / 2:
-                await self._launcher.prepare()
-            elif session.is_connected:
-                await self._launcher.discard()
 
     def _note_ready(self, info: InstanceInfo) -> None:
         self._info = info
