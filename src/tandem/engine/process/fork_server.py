@@ -26,6 +26,7 @@ import msgspec
 from tandem.core.config import child_environment
 from tandem.core.errors import PeerLostError
 from tandem.engine.process.libraries import import_libraries
+from tandem.rpc import make_runtime_dir
 
 __all__ = ["ForkServer", "ForkedProcess", "main"]
 
@@ -148,6 +149,8 @@ class ForkServer:
         return None if self._process is None else self._process.pid
 
     async def __aenter__(self) -> Self:
+        # Some libraries fail to import where no folder can be written, with unclear errors.
+        make_runtime_dir().rmdir()
         await self._start()
         return self
 
