@@ -49,7 +49,6 @@ from tandem.models.own.caches import CacheSlots
 from tandem.models.own.model import OwnModel, load_own
 from tandem.models.planning.places import list_placed_layers
 from tandem.models.tokenizing.grammars import (
-    ExactEncoder,
     TokenTable,
     list_vocabulary,
     make_token_table,
@@ -364,4 +363,4 @@ def _make_token_table(plan: ModelPlan) -> TokenTable:
     """Load the vocabulary for grammars; called when the first request with a grammar arrives."""
     tokenizer = load_tokenizer(Path(plan.folder))
     vocabulary = list_vocabulary(tokenizer, plan.spec.vocab_size, plan.spec.eos_token_ids)
-    return make_token_table(vocabulary, ExactEncoder(tokenizer))
+    return make_token_table(vocabulary, tokenizer)

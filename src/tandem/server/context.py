@@ -542,6 +542,7 @@ class ServerContext:
             skip_special_tokens=text.skip_special_tokens,
             shown_ids=text.shown_ids,
             context=plan.prompt_ids[-8:],
+            is_exact=bool(sampling.grammar),
         )
         return Generation(
             index,

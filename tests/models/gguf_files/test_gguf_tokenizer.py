@@ -19,6 +19,7 @@ from transformers import GemmaTokenizer
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
 from tandem.models.gguf.tokenizer import SPLITTINGS, find_end_tokens, load_gguf_tokenizer
 from tandem.models.sources.gguf_files import GgufFiles
+from tandem.models.tokenizing.grammars import ExactEncoder, list_vocabulary
 from tandem.models.tokenizing.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -217,6 +218,11 @@ def test_sentencepiece_ids_are_its_own(pieces, tmp_path):
         assert ids == [pieces.bos_id(), *pieces.EncodeAsIds(text)], text
         assert ours.decode(ids) == text
         assert ours.encode(text, add_special_tokens=False).ids == ids[1:]
+    # What a grammar leaves no choice of is written without a space before it.
+    tokenizer = load_tokenizer(path)
+    encode = ExactEncoder(tokenizer, list_vocabulary(tokenizer, tokenizer.vocab_size, [2]))
+    for text in (*TEXTS, "x", " x", "<s>", "\U0001f642"):
+        assert b"".join(map(tokenizer.token_bytes, encode(text))) == text.encode(), text
 
 
 def test_special_tokens_and_template_come_along(trained, tmp_path):

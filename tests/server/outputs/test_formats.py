@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from vocabularies import make_byte_level_tokenizer
 
 from tandem.models.tokenizing.grammars import (
-    ExactEncoder,
     find_fault,
     list_vocabulary,
     make_matcher,
@@ -390,9 +389,7 @@ def test_what_a_grammar_of_calls_writes_its_parser_reads(form, is_free):
         trigger=trigger,
         is_forced=not is_free,
     )
-    table = make_token_table(
-        list_vocabulary(tokenizer, tokenizer.vocab_size, [0]), ExactEncoder(tokenizer)
-    )
+    table = make_token_table(list_vocabulary(tokenizer, tokenizer.vocab_size, [0]), tokenizer)
     assert find_fault(table, grammar) == ""
     chance, num_calls = random.Random(form), 0
     for _ in range(6):
@@ -436,9 +433,7 @@ def test_strict_calls_stand_beside_free_answers(form):
         is_parallel=True,
         is_forced=False,
     )
-    table = make_token_table(
-        list_vocabulary(tokenizer, tokenizer.vocab_size, [0]), ExactEncoder(tokenizer)
-    )
+    table = make_token_table(list_vocabulary(tokenizer, tokenizer.vocab_size, [0]), tokenizer)
     assert find_fault(table, grammar) == ""
     head = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
     end = "<|end|><|start|>assistant"

@@ -14,7 +14,6 @@ import pytest
 from vocabularies import make_byte_level_tokenizer
 
 from tandem.models.tokenizing.grammars import (
-    ExactEncoder,
     find_fault,
     list_vocabulary,
     make_matcher,
@@ -149,9 +148,7 @@ def test_thousands_of_random_schemas_mean_the_same():
 @pytest.fixture(scope="module")
 def table():
     tokenizer = make_byte_level_tokenizer()
-    return make_token_table(
-        list_vocabulary(tokenizer, tokenizer.vocab_size, [0]), ExactEncoder(tokenizer)
-    )
+    return make_token_table(list_vocabulary(tokenizer, tokenizer.vocab_size, [0]), tokenizer)
 
 
 CLOSED = {

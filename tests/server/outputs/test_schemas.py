@@ -19,7 +19,6 @@ import pytest
 from vocabularies import make_byte_level_tokenizer
 
 from tandem.models.tokenizing.grammars import (
-    ExactEncoder,
     find_fault,
     list_vocabulary,
     make_matcher,
@@ -36,9 +35,7 @@ SUITE = "jsonschema==4.26.0"
 
 @pytest.fixture(scope="module")
 def table():
-    return make_token_table(
-        list_vocabulary(TOKENIZER, TOKENIZER.vocab_size, [0]), ExactEncoder(TOKENIZER)
-    )
+    return make_token_table(list_vocabulary(TOKENIZER, TOKENIZER.vocab_size, [0]), TOKENIZER)
 
 
 def make_schema(chance: random.Random, depth: int = 3) -> dict:

@@ -120,15 +120,21 @@ def find_end_ids(eos_ids: Sequence[int], vocab_size: int) -> list[int]:
 class ExactEncoder:
     """Encodes texts to tokens with exactly their bytes, as the next part of an answer.
 
-    A tokenizer may put a space before each text (SentencePiece, ``Metaspace``, ``Prepend``). A
-    grammar that leaves no choice of the next bytes allows no such token.
+    A tokenizer may put a space before each text (SentencePiece, ``Metaspace``, ``Prepend``), and
+    takes the name of a special token in a text for that token. A grammar that leaves no choice of
+    the next bytes allows neither.
 
     Args:
         tokenizer: the checkpoint's tokenizer.
+        vocabulary: a result of ``list_vocabulary`` for it.
     """
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
+    def __init__(self, tokenizer: "Tokenizer", vocabulary: Vocabulary) -> None:
         self._tokenizer = tokenizer
+        special = {*vocabulary.special_ids}
+        count = min(tokenizer.vocab_size, len(vocabulary.tokens))
+        self._text_ids = frozenset(i for i in range(count) if i not in special)
+        """Ids of the tokens that a grammar over bytes allows."""
 
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of a text; where the tokenizer cannot begin with them, the longest that
@@ -148,7 +154,11 @@ class ExactEncoder:
         for start in range(len(ids), -1, -1):
             if size >= len(wanted):
                 own = b"".join(map(self._tokenizer.token_bytes, ids[start:]))
-                return ids[start:] if own == wanted else None
+                return (
+                    ids[start:]
+                    if own == wanted and self._text_ids.issuperset(ids[start:])
+                    else None
+                )
             if start:
                 size += len(self._tokenizer.token_bytes(ids[start - 1]))
         return None
@@ -169,22 +179,21 @@ class ExactEncoder:
 
     @cached_property
     def _ids_by_bytes(self) -> dict[bytes, int]:
-        tokenizer, special = self._tokenizer, set(self._tokenizer.special_ids)
-        count = tokenizer.vocab_size
-        return {tokenizer.token_bytes(i): i for i in range(count - 1, -1, -1) if i not in special}
+        token_bytes = self._tokenizer.token_bytes
+        return {token_bytes(i): i for i in sorted(self._text_ids, reverse=True)}
 
 
-def make_token_table(
-    vocabulary: Vocabulary, encode: Callable[[str], list[int]] | None = None
-) -> TokenTable:
+def make_token_table(vocabulary: Vocabulary, tokenizer: "Tokenizer | None" = None) -> TokenTable:
     """Return llguidance's table of a vocabulary.
 
     Args:
         vocabulary: the tokens.
-        encode: returns the token ids of a text that the grammar leaves no choice of; None: the
-            table only compiles grammars and makes no masks.
+        tokenizer: encodes texts that a grammar leaves no choice of; None: the table only compiles
+            grammars and makes no masks.
     """
-    wrapper = _Wrapper(vocabulary, encode if encode is not None else lambda _: [])
+    no_ids: list[int] = []
+    encode = (lambda _: no_ids) if tokenizer is None else ExactEncoder(tokenizer, vocabulary)
+    wrapper = _Wrapper(vocabulary, encode)
     size = len(vocabulary.tokens)
     return _load_library().LLTokenizer(wrapper, n_vocab=size, eos_token=vocabulary.eos_ids)
 

@@ -101,13 +101,15 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         shown_ids: frozenset[int] = frozenset(),
         context: Sequence[int] = (),
+        is_exact: bool = False,
     ) -> Detokenizer:
         """Return a detokenizer for a sequence that follows the ``context`` tokens.
 
-        Special tokens in ``shown_ids`` are not skipped.
+        Special tokens in ``shown_ids`` are not skipped. With ``is_exact`` the text has the bytes of
+        the tokens, as grammars see them; a decoder may drop a space at the beginning.
         """
         skip = self.special_ids - shown_ids if skip_special_tokens else frozenset[int]()
-        if self._is_byte_level:
+        if self._is_byte_level or is_exact:
             return ByteDetokenizer(self.token_bytes, skip, context)
         decode = partial(self._backend.decode, skip_special_tokens=False)
         return WindowDetokenizer(decode, skip, self._is_byte, context)
