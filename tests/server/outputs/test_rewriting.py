@@ -192,6 +192,8 @@ COUNTED = {"type": "array", "contains": {"const": 1}, "maxContains": 1, "maxItem
          [[], [True, False]], [[True, True], [1]]),
         ({"type": "object", "dependentRequired": {"a": ["b"]}},
          [{}, {"b": 1}, {"b": 1, "a": 1}], [{"a": 1}]),
+        ({"type": "array", "dependentSchemas": {"c": {"items": {}}},
+          "unevaluatedItems": {"type": "boolean"}}, [[], [True]], [[1]]),
         ({"type": "array", "minItems": 1.0, "maxItems": 2.0}, [[1], [1, 2]], [[], [1, 2, 3]]),
         ({"oneOf": [{"type": "number", "minimum": 3}, {"multipleOf": 1, "maximum": 9}]},
          [1, 12], [4]),

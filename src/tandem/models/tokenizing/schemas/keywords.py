@@ -153,7 +153,7 @@ def accept(schema: Schema, work: Work, *, tracks: bool) -> Alternatives:
     for name, needed in _list_dependents(schema).items():
         groups.append([_absent(name), Alternative(required=tuple(needed))])
     for name, part in schema.map("dependentSchemas").items():
-        present = work.join([[Alternative(required=(name,))], work.expand(part, tracks=tracks)])
+        present = work.join([[_object(required=(name,))], work.expand(part, tracks=tracks)])
         groups.append([_absent(name), *present])
     return work.join(groups)
 
