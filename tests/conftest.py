@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib.util
 import os
+import random
 import sys
 import types
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 # ten times the CPU.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
@@ -85,12 +87,15 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def pytest_runtest_setup() -> None:
-    """Let torch compute on one thread, whatever the test before has left.
+    """Let torch compute on one thread, and draw the same numbers, whatever tests before have done.
 
     Several processes run tests at once, of tensors so small that threads only cost time.
     """
+    random.seed(0)
+    np.random.seed(0)
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 from typing import Any
 
 __all__ = ["list_changes", "read_state"]
@@ -29,6 +30,8 @@ def read_state(*, with_modules: bool = False) -> dict[str, Any]:
         "recursion limit": sys.getrecursionlimit(),
         "switch interval": sys.getswitchinterval(),
         "excepthook": sys.excepthook,
+        "unraisablehook": sys.unraisablehook,
+        "excepthook of threads": threading.excepthook,
         "locale": locale.setlocale(locale.LC_ALL),
         "log level": logging.root.level,
         "log handlers": list(logging.root.handlers),

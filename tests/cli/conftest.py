@@ -3,6 +3,7 @@
 import logging
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ def run(monkeypatch, capsys):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", list(root.handlers))
     monkeypatch.setattr(root, "level", root.level)
+    # An interrupted one hides the errors that the interrupt causes.
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
 
     monkeypatch.setattr(cli, "app", ROOT)
     # A shell has its background commands ignore SIGINT; the command here shall take it.
