@@ -179,7 +179,7 @@ def test_ctrl_c_at_random_moments(name, tmp_path, surroundings):
 SURVIVES = """
 import os, signal, threading
 from tandem.cli import interrupts
-interrupts.GRACE_S = 0.05
+interrupts.GRACE_S = 0.3
 def strike():
     try:
         os.kill(os.getpid(), signal.SIGINT)
@@ -189,9 +189,9 @@ def strike():
 with interrupts.handle_interrupts():
     with interrupts.keep_interrupts():
         strike()
-    threading.Event().wait(0.3)  # The watch may have read of it only now.
+    threading.Event().wait(0.6)  # The watch may have read of it only now.
     strike()
-threading.Event().wait(0.3)
+threading.Event().wait(0.6)
 print("alive")
 """
 

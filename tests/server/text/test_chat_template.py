@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": 
 
 
 def render(source: str, **arguments) -> str:
-    template = ChatTemplate(source, {"bos_token": "<s>"}, timeout_s=1.0, max_chars=10_000)
+    template = ChatTemplate(source, {"bos_token": "<s>"}, timeout_s=60.0, max_chars=10_000)
     try:
         return template.render(MESSAGES, arguments)
     finally:
@@ -128,7 +128,7 @@ def test_a_closed_template_leaves_no_process_and_can_start_again():
 
 def test_a_worker_that_hangs_or_is_killed_is_a_retryable_error():
     """A stopped process takes no input either, so a conversation larger than a pipe hangs, too."""
-    template = ChatTemplate("{{ messages[0].content }}", {}, timeout_s=0.2)
+    template = ChatTemplate("{{ messages[0].content }}", {}, timeout_s=1.0)
     try:
         for harm in (signal.SIGSTOP, signal.SIGKILL):
             for content in ("hi", "x" * 2**18):
@@ -137,7 +137,7 @@ def test_a_worker_that_hangs_or_is_killed_is_a_retryable_error():
                 process.send_signal(harm)
                 if harm == signal.SIGKILL:
                     # Noticed before it is used: another one is started.
-                    process.wait(10)
+                    process.wait(60)
                     continue
                 with pytest.raises(PeerLostError) as caught:
                     template.render([{"role": "user", "content": content}], {})
@@ -195,7 +195,7 @@ def test_conversations_are_rendered_beside_each_other():
         assert not failed, "the other one is still at work"
     finally:
         template.close()
-        spinning.join(30)
+        spinning.join(60)
     assert failed
 
 
