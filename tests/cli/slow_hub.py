@@ -71,4 +71,4 @@ def serve_slow_hub() -> Iterator[str]:
         hub.ended.set()
         hub.shutdown()
         hub.server_close()
-        thread.join(timeout=10)
+        thread.join(timeout=60)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from tandem.cli.commands import store
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Host:

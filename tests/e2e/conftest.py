@@ -94,7 +94,7 @@ def serve(*flags: str, env: dict[str, str] | None = None) -> Iterator[LiveServer
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         process.stdout.close()
         process.stderr.close()
     # Pipes see nothing of the bar that a terminal sees while weights load.

@@ -245,9 +245,9 @@ def test_the_transfer_engine_moves_layers_of_a_pool_that_it_allocated():
         cache.tensor.copy_(torch.randn(cache.tensor.shape))
         local = taker.allocate(LAYOUT.bytes_per_layer)
         offset, length = LAYOUT.layer_slice(2, 1)
-        segment = taker.open(giver.address, deadline_s=10)
+        segment = taker.open(giver.address, deadline_s=60)
         transfer = Transfer(Op.READ, local, segment, pool.offset + offset, length)
-        taker.submit([transfer], deadline_s=10).wait()
+        taker.submit([transfer], deadline_s=60).wait()
         taken = torch.from_numpy(local.array).view(torch.float32).view(LAYOUT.layer_shape)
         assert torch.equal(taken, cache.tensor[2, 1])
     # The memory outlives the engines for as long as the cache holds it.

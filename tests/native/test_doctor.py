@@ -122,7 +122,7 @@ def test_etcd_endpoint_is_asked(body: bytes, is_available: bool, detail: str):
         thread = threading.Thread(target=server.handle_request)
         thread.start()
         report = doctor.collect_report(f"127.0.0.1:{server.server_port}")
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     (etcd,) = (part for part in report.optional_parts if part.name == "etcd")
     assert etcd.is_available is is_available
     assert detail in etcd.detail

@@ -18,7 +18,7 @@ from tandem.rpc.handshake import make_limits
 from tandem.rpc.wire.frames import Hello, decode_frame, encode_frame
 
 PROGRAM = Path(__file__).with_name("peer_program.py")
-CHILD_TIMEOUT_S = 20.0
+CHILD_TIMEOUT_S = 60.0
 
 
 class Child:

@@ -21,7 +21,7 @@ from tandem.rpc import (
 from tandem.rpc.trust.auth import derive_key_bytes
 from tandem.rpc.wire.endpoint import parse_endpoint
 
-TEST_TIMEOUT_S = 20
+TEST_TIMEOUT_S = 60
 ANY_PORT = "tcp://127.0.0.1:0"
 SECRET = "correct horse battery staple"
 

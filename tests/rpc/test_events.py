@@ -18,7 +18,7 @@ from tandem.core.errors import (
 from tandem.rpc import Auth, RpcClient, RpcConfig, RpcServer, make_identity
 from tandem.rpc.wire.frames import Event, Welcome, as_body, encode_frame
 
-TEST_TIMEOUT_S = 20
+TEST_TIMEOUT_S = 60
 
 
 class Tick(msgspec.Struct, tag="tick", frozen=True):

@@ -33,7 +33,7 @@ from tandem.rpc.wire.frames import (
     make_fault,
 )
 
-TEST_TIMEOUT_S = 30
+TEST_TIMEOUT_S = 60
 
 PLAIN = st.recursive(
     st.none()

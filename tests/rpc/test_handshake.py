@@ -20,7 +20,7 @@ from tandem.rpc.handshake import make_limits
 from tandem.rpc.session import ClientSession
 from tandem.rpc.wire.frames import Bye, Cancel, Welcome, decode_frame, encode_frame
 
-TEST_TIMEOUT_S = 20
+TEST_TIMEOUT_S = 60
 
 
 def run(coroutine):

@@ -15,7 +15,7 @@ from tandem.core.errors import ConfigError, ConflictError, NotFoundError, Permis
 from tandem.rpc import Auth, RpcClient, RpcServer, make_identity, make_runtime_dir
 from tandem.rpc.trust.runtime_dir import check_runtime_dir, check_socket_free
 
-TEST_TIMEOUT_S = 20
+TEST_TIMEOUT_S = 60
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 
@@ -165,7 +165,7 @@ CONNECT_AS_NOBODY = """
 import os, socket, sys
 os.setgroups([]); os.setgid({gid}); os.setuid({uid})
 with socket.socket(socket.AF_UNIX) as raw:
-    raw.settimeout(10)
+    raw.settimeout(60)
     try:
         raw.connect({path!r})
         print("connected", flush=True)

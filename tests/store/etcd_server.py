@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 needs_etcd = pytest.mark.skipif(
     shutil.which("etcd") is None, reason="etcd is missing: apt-get install etcd-server"
 )
@@ -75,5 +75,5 @@ class EtcdServer:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
             self.process = None

@@ -21,7 +21,7 @@ from tandem.rpc import RpcConfig
 from tandem.store import StoreClient, StoreConfig
 
 PROGRAM = Path(__file__).with_name("store_program.py")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 RPC = RpcConfig(heartbeat_interval_ms=100, lease_ms=1000)
 
 

@@ -38,7 +38,7 @@ __all__ = ["HttpMetadata", "MetadataServer", "make_metadata_app"]
 T = TypeVar("T")
 MAX_BODY_BYTES = 65_536
 MAX_ANSWER_BYTES = 64 * 2**20
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
 _STATUS = {"not_found": 404, "conflict": 409, "permission_denied": 403, "config": 400}
 
 

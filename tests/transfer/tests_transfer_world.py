@@ -56,7 +56,7 @@ def child(program: str, *words: str, **how) -> Iterator[tuple[subprocess.Popen[s
         yield process, process.stdout.readline().strip()
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         process.stdin.close()
         process.stdout.close()
 

@@ -202,7 +202,7 @@ class FaultProxy:
     def close(self) -> None:
         """Cut everything and end the thread."""
         self.is_stopping = True
-        self.thread.join(10)
+        self.thread.join(60)
         self._drop_all()
         self.listener.close()
         self.selector.close()

@@ -144,7 +144,7 @@ class TwoHosts:
         )
         try:
             client = ["iperf3", "-J", "-c", self.theirs[index], "-p", str(IPERF_PORT)]
-            limit = time.monotonic() + 20
+            limit = time.monotonic() + 60
             while True:
                 done = subprocess.run(
                     [*client, "-n", str(nbytes)], capture_output=True, timeout=60, check=False
@@ -156,7 +156,7 @@ class TwoHosts:
                 time.sleep(0.02)
         finally:
             server.kill()
-            server.wait(10)
+            server.wait(60)
 
     @contextlib.contextmanager
     def load(self, *indexes: int) -> Iterator[None]:
@@ -246,7 +246,7 @@ class Path:
             **settings,
         }
         self.engine = TransferEngine(TransferConfig(**settings))
-        self.segment: Segment = self.engine.open(f"{hosts.theirs[0]}:7000", deadline_s=10)
+        self.segment: Segment = self.engine.open(f"{hosts.theirs[0]}:7000", deadline_s=60)
         self.data = np.random.default_rng(0).integers(0, 256, BUFFER_BYTES, np.uint8)
         self.local = self.engine.register(self.data)
         self.remote = self.segment.buffer("buffer")
@@ -296,7 +296,7 @@ def quantile(after: dict[float, int], before: dict[float, int], part: float) -> 
     raise AssertionError("no slices")
 
 
-def wait_until(condition, limit_s: float = 10.0, pause_s: float = 0.001) -> float:
+def wait_until(condition, limit_s: float = 60.0, pause_s: float = 0.001) -> float:
     """Wait for a condition; returns when it was seen."""
     limit = time.monotonic() + limit_s
     while not condition():

@@ -32,7 +32,7 @@ from tandem.engine.cluster.dispatcher import Dispatcher
 from tandem.engine.cluster.request_states import Limits
 from tandem.engine.process.methods import CONTINUE
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Info:

@@ -19,7 +19,7 @@ from tandem.engine.process.methods import OPEN_PEER
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Info:

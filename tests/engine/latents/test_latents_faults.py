@@ -217,7 +217,7 @@ def test_a_killed_engine_leaves_nothing_on_the_disk(folder, tmp_path, expected):
             assert not list(tmp_path.iterdir())
         finally:
             process.send_signal(signal.SIGKILL)
-        assert process.wait(30) == -signal.SIGKILL
+        assert process.wait(60) == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
     again = build(folder, "6KiB", tmp_path)
     found, (last,) = generate(again.engine, [LONGER])

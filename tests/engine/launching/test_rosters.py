@@ -21,7 +21,7 @@ from tandem.engine.process.instance import InstanceSpec, compat_facts
 from tandem.models.config import ModelConfig
 from tandem.rpc import Auth, RpcConfig, RpcServer, make_identity
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 SECRET = "a secret of this cluster alone"
 RPC = RpcConfig(connect_timeout_ms=2_000, heartbeat_interval_ms=50, lease_ms=500)
 SPEC = InstanceSpec(model=ModelConfig(path="demo"), engine=EngineConfig(), rpc=RPC, secret=SECRET)

@@ -18,7 +18,7 @@ from tandem.engine.process.supervisor import InstanceSupervisor
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 INFO = InstanceInfo(
     model="m", architecture="A", dtype="bfloat16", vocab_size=9, max_model_len=9, block_size=1,
     num_blocks=9, kv_bytes_per_token=1, weight_bytes=1, num_parameters=1, eos_token_ids=[],

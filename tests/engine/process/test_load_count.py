@@ -38,7 +38,7 @@ from tandem.engine.tiers.planner import CostTierPlanner
 SIZE = 4
 NUM_BLOCKS = 4096
 INFO = SimpleNamespace(num_blocks=NUM_BLOCKS, block_size=SIZE, max_model_len=100)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def ask(name, prompt_len, max_tokens=3, **fields):

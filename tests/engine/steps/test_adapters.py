@@ -166,7 +166,7 @@ def make_info(name, folder, digest):
 
 def run(work):
     async def bounded():
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await work()
 
     asyncio.run(bounded())

@@ -38,7 +38,7 @@ from tandem.placement.experts.cache import EXPERT_POLICIES, LruPolicy, StaticPol
 
 PROMPTS = [[(7 * i * i + 3) % 120 + 3 for i in range(n)] for n in (20, 9, 33)]
 LENGTHS = (12, 5, 8)
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 def save_random(config, path):

@@ -30,7 +30,7 @@ from tandem.models.loading import loader
 
 BLOCK = 16
 PROMPT = [(7 * i * i + 3) % 120 + 3 for i in range(5 * BLOCK + 5)]
-WAIT_S = 30.0
+WAIT_S = 60.0
 LAYOUT = GqaLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=BLOCK, dtype="float32")
 KINDS = {
     "blocks": (lambda place: "demo", {}),

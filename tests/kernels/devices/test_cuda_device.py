@@ -45,7 +45,7 @@ def test_work_of_a_stream_is_done_in_order(device):
 def test_a_stream_waits_for_the_event_of_another(device):
     first, second, event = device.make_stream(), device.make_stream(), device.make_event()
     gate, seen = threading.Event(), []
-    device.call_host(first, lambda: seen.append(("first", gate.wait(30))))
+    device.call_host(first, lambda: seen.append(("first", gate.wait(60))))
     event.record(first)
     second.wait(event)
     device.call_host(second, lambda: seen.append(("second", True)))

@@ -66,7 +66,7 @@ def test_streams_do_not_wait_for_each_other(library, device):
     first, second = (CudaStream(ShimStream(library, handle)) for handle in (2, 3))
     gate = threading.Event()
     seen = []
-    device.call_host(first, lambda: seen.append(gate.wait(30)))
+    device.call_host(first, lambda: seen.append(gate.wait(60)))
     device.call_host(second, gate.set)
     second.synchronize()
     first.synchronize()

@@ -9,7 +9,7 @@ from each import each
 from tandem.core.errors import InternalError
 from tandem.kernels.fake.device import FakeDevice
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

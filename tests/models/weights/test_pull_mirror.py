@@ -113,7 +113,7 @@ def mirror() -> Iterator[Mirror]:
     yield server
     server.shutdown()
     server.server_close()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
 
 
 def pull(home: Path, **environment: str) -> subprocess.CompletedProcess:

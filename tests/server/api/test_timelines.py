@@ -107,7 +107,7 @@ def test_a_request_in_flight_is_told(serve_text):
         told = read(live, "now")
     finally:
         live.engine.pause_at = None
-        asker.join(20)
+        asker.join(60)
     assert not told["is_ended"]
     assert told["choices"][0]["end_s"] is None
     assert told["choices"][0]["output_tokens"] == 1

@@ -77,7 +77,7 @@ def traced(tokenizer):
             is_set.set()
 
         live.call_soon(begin)
-        assert is_set.wait(20)
+        assert is_set.wait(60)
         yield live, lines
 
 

@@ -153,7 +153,7 @@ class Collector:
 
     def close(self):
         self.server.shutdown()
-        self.thread.join(10)
+        self.thread.join(60)
         self.server.server_close()
 
 

@@ -23,7 +23,7 @@ from tandem.server.hub.hub import HostedModel, ModelHub
 from tandem.server.hub.residency import Residency
 
 MIB = 2**20
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def test_those_sleep_that_nobody_asked_for_the_longest():

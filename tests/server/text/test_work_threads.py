@@ -10,7 +10,7 @@ import threading
 from tandem.server.clients import current_client
 from tandem.server.text.work_threads import LARGE_COST, WorkThreads
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Jobs:

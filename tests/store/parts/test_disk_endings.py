@@ -259,7 +259,7 @@ def test_a_copy_that_is_cancelled_again_has_ended_all_the_same(monkeypatch):
 
     def copy(target, source):
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         target[:] = source
 
     monkeypatch.setattr(disk_io, "OFF_LOOP_BYTES", 0)
@@ -280,6 +280,6 @@ def test_a_copy_that_is_cancelled_again_has_ended_all_the_same(monkeypatch):
         assert target.all()
 
     try:
-        asyncio.run(asyncio.wait_for(main(), 30))
+        asyncio.run(asyncio.wait_for(main(), 60))
     finally:
         may_end.set()

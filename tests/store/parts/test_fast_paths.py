@@ -215,7 +215,7 @@ def test_inline_values_that_changed_on_the_way_are_not_taken():
                 CommitStatus.EXPIRED
             ]
             assert not await store.client.exists("key")
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while (await store.client.status()).hosts[0].used_bytes:
                     await asyncio.sleep(0.01)
             with pytest.raises(ConfigError, match="do not fit"):
@@ -237,7 +237,7 @@ def make_config(tmp_path, **more) -> StoreConfig:
 
 
 async def wait_for(condition) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -247,7 +247,7 @@ def test_a_client_goes_on_when_its_lane_breaks(tmp_path, is_polling):
     async def run() -> None:
         config = make_config(tmp_path, location_cache=0)
         async with MasterService(config) as master, HostService(config) as host:
-            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            await asyncio.wait_for(host.host.is_joined.wait(), 60)
             async with ClientService(config) as service:
                 peer = service._channel._client.peer
                 await wait_for(lambda: peer.has_lane)
@@ -285,7 +285,7 @@ def test_many_threads_of_one_blocking_client(tmp_path, monkeypatch):
 
     async def serve() -> None:
         async with MasterService(config), HostService(config) as host:
-            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            await asyncio.wait_for(host.host.is_joined.wait(), 60)
             ready.set_result(None)
             await asyncio.wait_for(asyncio.wrap_future(done), 60)
 
@@ -308,7 +308,7 @@ def test_many_threads_of_one_blocking_client(tmp_path, monkeypatch):
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         server = pool.submit(asyncio.run, serve())
-        ready.result(30)
+        ready.result(60)
         try:
             with StoreClient(config) as client:
                 for future in [pool.submit(work, client, i) for i in range(8)]:
@@ -316,7 +316,7 @@ def test_many_threads_of_one_blocking_client(tmp_path, monkeypatch):
             assert 0 not in slept
         finally:
             done.set_result(None)
-        server.result(30)
+        server.result(60)
 
 
 @pytest.mark.asyncio
@@ -369,7 +369,7 @@ def test_a_loop_that_hangs_holds_up_no_thread_of_a_blocking_client(monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert [type(error) for error in found] == [DeadlineError] * 2

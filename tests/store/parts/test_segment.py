@@ -254,7 +254,7 @@ def test_a_large_segment_is_usable_at_once_and_grows_behind(path, monkeypatch):
         segment.seal(2**17, ExtentHeader("k", 10, 1, 0, 1, False, 0))
     grown: list[int] = []
     segment.reserve_rest(grown.append)
-    segment._reserving.join(30)
+    segment._reserving.join(60)
     assert grown[-1] == segment.usable_bytes == CAPACITY
     header = put(segment, CAPACITY - 8192, "key", bytes(5000))
     segment.close()
@@ -283,7 +283,7 @@ def test_pages_are_mapped_before_they_are_used(path):
             pytest.skip("the kernel cannot populate pages (Linux 5.14)")
         assert mapped_bytes() < capacity // 2
         segment.reserve_rest(lambda usable_bytes: None)
-        segment._reserving.join(30)
+        segment._reserving.join(60)
         # The kernel may take single pages of a file back; without this, none would be there.
         assert mapped_bytes() >= capacity * 3 // 4
         assert segment.data[:6].tolist() == [7] * 5 + [0]
@@ -373,7 +373,7 @@ def test_a_segment_on_huge_pages_survives_and_is_reached_by_its_peers(huge_folde
                 assert await service.client.get_many(keys) == values
 
     for is_first in (True, False):
-        asyncio.run(asyncio.wait_for(live(is_first), 30))
+        asyncio.run(asyncio.wait_for(live(is_first), 60))
 
 
 @pytest.mark.asyncio
@@ -386,7 +386,7 @@ async def test_a_put_waits_for_the_segment_that_will_hold_it(tmp_path, monkeypat
 
     def reserve_later(path, descriptor, begin, length):
         if begin > 0:  # Behind what is taken at once.
-            assert may_grow.wait(30)
+            assert may_grow.wait(60)
             if not does_grow:
                 raise CapacityError("test.reserve", "others have filled the file system")
         reserve(path, descriptor, begin, length)
@@ -401,7 +401,7 @@ async def test_a_put_waits_for_the_segment_that_will_hold_it(tmp_path, monkeypat
     )
     try:
         async with MasterService(config), HostService(config) as host:
-            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            await asyncio.wait_for(host.host.is_joined.wait(), 60)
             async with ClientService(config) as service:
                 with pytest.raises(CapacityError):
                     await service.client.put("never", bytes(2**23))
@@ -410,7 +410,7 @@ async def test_a_put_waits_for_the_segment_that_will_hold_it(tmp_path, monkeypat
                 assert not putting.done()
                 may_grow.set()
                 if does_grow:
-                    assert await asyncio.wait_for(putting, 20) is PutResult.CREATED
+                    assert await asyncio.wait_for(putting, 60) is PutResult.CREATED
                 else:
                     with pytest.raises(CapacityError):
                         await asyncio.wait_for(putting, config.put_wait_ms / 1e3 - 1)

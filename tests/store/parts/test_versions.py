@@ -48,7 +48,7 @@ async def test_a_release_to_either_side_is_served(config, monkeypatch, theirs):
     async with MasterService(config):
         speak(monkeypatch, theirs)
         async with HostService(config) as host:
-            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            await asyncio.wait_for(host.host.is_joined.wait(), 60)
             speak(monkeypatch, OURS)
             async with ClientService(config) as service:
                 await service.client.put("key", b"value")

@@ -315,7 +315,7 @@ def test_a_late_copy_of_a_request_does_not_stand_for_its_put():
             call = store.client._calls.channel.call
             request = StartPut(first_put_id=10**6, keys=["key"], sizes=[10])
             first = await call("start_put", request, StartedPut)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while (await store.client.status()).num_unfinished:
                     await asyncio.sleep(0.01)
             await call("start_put", request, StartedPut)
@@ -351,7 +351,7 @@ def test_a_put_that_ends_before_it_writes_gives_its_space_back(how, monkeypatch)
             put.cancel() if how == "is cancelled" else None
             with pytest.raises((ShapeError, asyncio.CancelledError)):
                 await put
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while master.puts.num_unfinished:
                     await asyncio.sleep(0)
             (host,) = master.state.hosts.values()
@@ -399,7 +399,7 @@ def test_repair_goes_on_after_a_burst_of_orders_that_failed_at_once():
         await asyncio.sleep(0.5)
         assert master.state.directory.count_under_replicated() == len(keys)
         term.is_held = True
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while master.state.directory.count_under_replicated():
                 await asyncio.sleep(0.01)
         await client.aclose()

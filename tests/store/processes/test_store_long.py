@@ -182,7 +182,7 @@ def test_reads_are_linearizable_per_key_under_kills_and_stops(tmp_path_factory):
                 print(attack.describe(), flush=True)
             hung = [i for i, begun_s in attack.calls.copy().items() if now_s - begun_s > WATCHDOG_S]
             assert not hung, f"threads {hung} hang"
-        trouble.join(30)
+        trouble.join(60)
         print(attack.describe())
         assert not attack.violations, attack.violations[:10]
         assert attack.num_ops - attack.num_failed >= MIN_DONE

@@ -49,13 +49,13 @@ async def test_the_page_counts_what_was_done(tmp_path):
         metrics_port=find_free_port(),
     )
     async with MasterService(config) as master, HostService(config) as host:
-        await asyncio.wait_for(host.host.is_joined.wait(), 20)
+        await asyncio.wait_for(host.host.is_joined.wait(), 60)
         async with ClientService(config) as service:
             client = service.client
             await client.put("key", b"value")
             await client.get("key")
             await client.get_many(["key", "none"])
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not (await client.status()).hosts[0].disk.num_objects:
                     await asyncio.sleep(0.01)
             page = await asyncio.to_thread(read_page, master.metrics_address)

@@ -59,7 +59,7 @@ def store(request, tmp_path_factory):
 
     async def main() -> None:
         serving = asyncio.ensure_future(serve())
-        await asyncio.wait_for(ready.wait(), 30)
+        await asyncio.wait_for(ready.wait(), 60)
         begun.set()
         await serving
 
@@ -67,12 +67,12 @@ def store(request, tmp_path_factory):
     thread = threading.Thread(target=runner.run, args=(main(),))
     thread.start()
     try:
-        assert begun.wait(30)
+        assert begun.wait(60)
         with StoreClient(config) as client:
             yield client
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(60)
         runner.close()
         shutil.rmtree(folder)
 

@@ -189,7 +189,7 @@ def test_what_is_told_behind_a_call_does_not_hold_it_up():
         calls = _BlockingCalls(patient, None, loop)
         # On this very thread: it would wait for itself.
         drive(calls.tell("report_bad", None, KeyBytes))
-        await asyncio.wait_for(told.wait(), 30)
+        await asyncio.wait_for(told.wait(), 60)
 
     asyncio.run(run())
 

@@ -249,7 +249,7 @@ async def damage_a_disk(change, *, is_sealed: bool) -> tuple[list[str], dict, Me
     tier = await bench.start()
     for i in range(4):
         bench.put(f"k{i}", 5000)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while len(tier.index) < 4:
             await asyncio.sleep(0.01)
     await tier.forget(["k3"], [tier.index.find("k3").header.version])
@@ -271,7 +271,7 @@ async def damage_a_disk(change, *, is_sealed: bool) -> tuple[list[str], dict, Me
         at = layout.value_offset(len(key), len(value))
         assert bench.segment.data[at : at + len(value)].tobytes() == value
     bench.put("new", 5000)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while tier.index.find("new") is None:
             await asyncio.sleep(0.01)
     return tier.corruption.names, found, disk
@@ -539,7 +539,7 @@ def test_the_store_comes_back_whatever_bit_of_a_header_was_flipped(tmp_path, cap
                 was_flipped = change is not None and change()
                 num_flipped += was_flipped
                 caplog.clear()
-                async with HostService(config) as host, asyncio.timeout(20):
+                async with HostService(config) as host, asyncio.timeout(60):
                     await host.host.is_joined.wait()
                     await check(client, turn)
                     status = (await client.status()).hosts[0]

@@ -122,7 +122,7 @@ def test_over_real_transports_threads_share_what_is_known_until_the_session_ends
             transports=transports,
         )
         async with MasterService(config) as master, HostService(config) as host:
-            await asyncio.wait_for(host.host.is_joined.wait(), 20)
+            await asyncio.wait_for(host.host.is_joined.wait(), 60)
             counters = master.elected.counters
             client = await asyncio.to_thread(StoreClient, config)
             try:
@@ -134,7 +134,7 @@ def test_over_real_transports_threads_share_what_is_known_until_the_session_ends
                 assert counters.hits == 2
                 cache = client._client._places.cache
                 master._server.end_sessions(PeerLostError("test.master", "go"))
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(60):
                     while len(cache):
                         await asyncio.sleep(0.01)
                 assert await asyncio.to_thread(client.get_many, keys) == values
@@ -316,7 +316,7 @@ async def read_during_a_wipe() -> tuple[bytes, bytes, bytes]:
     _, *types = process.methods["wipe"]
     process.methods["wipe"] = (lambda caller, order: wipe_late(host.orders, caller, order), *types)
     change = asyncio.ensure_future(writer.put("key", b"new", UPSERT))
-    await asyncio.wait_for(has_come.wait(), 5)
+    await asyncio.wait_for(has_come.wait(), 60)
     asked = asyncio.ensure_future(asking.get("key"))
     await asyncio.wait([asked], timeout=1)
     assert not change.done()

@@ -100,7 +100,7 @@ def test_batch_of_many_ranges_over_tcp(world, checksum):
         ],
         transport="tcp",
     )
-    batch.wait(15)
+    batch.wait(60)
     assert np.array_equal(remote.array, data)
     assert all(batch.status(i).is_done for i in range(len(batch)))
     batch.wait()  # A second wait returns the same.
@@ -290,11 +290,11 @@ def test_unregister_under_fire_ends_cleanly(world):
         for thread in threads:
             thread.start()
         for _ in range(6):
-            assert started.acquire(timeout=20)
-        giver.unregister(remote, deadline_s=10)
+            assert started.acquire(timeout=60)
+        giver.unregister(remote, deadline_s=60)
         remote.array[:] = 0
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
         # Whatever was still under way was refused before it touched the memory.
         assert not remote.array.any()
@@ -313,8 +313,8 @@ def test_unregister_while_the_peer_is_leaving(world):
         move(taker, segment, Op.WRITE, local, remote.offset, 100)
         leaving = threading.Thread(target=segment.close)
         leaving.start()
-        giver.unregister(remote, deadline_s=5)
-        leaving.join(5)
+        giver.unregister(remote, deadline_s=60)
+        leaving.join(60)
 
 
 def test_descriptors_return(world):
@@ -335,7 +335,7 @@ def test_descriptors_return(world):
     for _ in range(20):
         visit()
         taker.unregister(taker.allocate(4096))
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while count() > before:
         gc.collect()
         assert time.monotonic() < limit, "descriptors leak"
@@ -506,7 +506,7 @@ def test_strangers_bytes_do_not_disturb(world):
     taker, remote = world.engine(), giver.register(bytearray(100))
     move(taker, taker.open(giver.address), Op.WRITE, taker.register(b"a" * 100), remote.offset, 100)
     for one in [*silent, loud]:
-        one.settimeout(5)
+        one.settimeout(60)
         try:
             while one.recv(4096):
                 pass
@@ -527,7 +527,7 @@ def test_replayed_handshake_is_refused(world):
         host, port = giver.address.rsplit(":", 1)
         far = socket.create_connection((host, int(port)))
         for one in (near, far):
-            one.settimeout(5)
+            one.settimeout(60)
         recorded.append(near.recv(4096))  # Hello.
         far.sendall(recorded[0])
         near.sendall(far.recv(4096))
@@ -538,11 +538,11 @@ def test_replayed_handshake_is_refused(world):
     thread = threading.Thread(target=record)
     thread.start()
     with pytest.raises((PeerLostError, DeadlineError)):
-        taker.open(f"127.0.0.1:{front.getsockname()[1]}", deadline_s=10)
-    thread.join(10)
+        taker.open(f"127.0.0.1:{front.getsockname()[1]}", deadline_s=60)
+    thread.join(60)
     host, port = giver.address.rsplit(":", 1)
     with socket.create_connection((host, int(port))) as replay:
-        replay.settimeout(5)
+        replay.settimeout(60)
         replay.sendall(recorded[0])
         assert replay.recv(4096)[4] == 2  # A challenge, with another nonce.
         replay.sendall(recorded[1])
@@ -608,18 +608,18 @@ def test_await_and_cancelled_await(world):
                 return
         pytest.fail("no batch was ever cancelled")
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 60))
     assert np.array_equal(remote.array, data)
 
 
 def test_empty_batch_and_empty_transfer(world):
     taker, segment, remote = open_pair(world, "tcp", 10)
-    taker.submit([]).wait(5)
+    taker.submit([]).wait(60)
     local = taker.register(bytearray(1))
     batch = taker.submit([Transfer(Op.READ, local, segment, remote.offset, 0)])
-    batch.wait(5)
+    batch.wait(60)
     batch.cancel()
-    batch.wait(5)  # It had ended well: cancelling came too late.
+    batch.wait(60)  # It had ended well: cancelling came too late.
     with pytest.raises(NotFoundError):
         batch.status(1)
 
@@ -629,7 +629,7 @@ def test_nobody_there(world):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(PeerLostError):
-        engine.open(f"127.0.0.1:{port}", deadline_s=5)
+        engine.open(f"127.0.0.1:{port}", deadline_s=60)
     for bad in ("", "nowhere", "1.2.3.4", "::1:5", "[::1]", "127.0.0.1:99999"):
         with pytest.raises(ConfigError):
             engine.open(bad)
@@ -705,7 +705,7 @@ def test_cancel_wins_or_loses_cleanly(world):
         batch.cancel()
         seen = target.copy()
         try:
-            batch.wait(5)
+            batch.wait(60)
             outcomes.add("done")
             assert (target == 9).all()
         except CancelledError:
@@ -729,7 +729,7 @@ def test_deadline_ends_a_batch_that_nobody_waits_for(world, transport):
         )
         for _ in range(8)
     ]
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not all(batch.is_finished for batch in batches):
         assert time.monotonic() < limit
         time.sleep(0.001)

@@ -117,7 +117,7 @@ class EngineMachine(RuleBasedStateMachine):
         if buffer is None:
             return
         try:
-            self.engines[which].unregister(buffer, deadline_s=5)
+            self.engines[which].unregister(buffer, deadline_s=60)
         except TandemError:
             return
         assert self.model.pop(id(buffer))[0] == which

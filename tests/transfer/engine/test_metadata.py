@@ -175,7 +175,7 @@ def test_directory_finds_segments_by_name_and_notices_a_new_run(world):
             with pytest.raises(ConflictError):
                 place.publish()
             for _ in range(8):  # Longer than the lease: it is renewed.
-                seen, limit = records.num_puts, time.monotonic() + 20
+                seen, limit = records.num_puts, time.monotonic() + 60
                 while records.num_puts == seen:
                     assert time.monotonic() < limit, "it is not renewed"
                     time.sleep(0.005)

@@ -32,7 +32,7 @@ def test_each_transfer_of_a_batch_counts_its_own_bytes(world, transport, order):
     if order == "scattered":
         transfers = [transfers[i] for i in rng.permutation(len(transfers))]
     batch = taker.submit(transfers, transport=transport)
-    batch.wait(20)
+    batch.wait(60)
     for index, transfer in enumerate(transfers):
         assert batch.status(index).bytes_done == transfer.length
         begin = transfer.local_offset
@@ -61,7 +61,7 @@ def test_adjacent_transfers_in_other_segments_stay_apart(world):
         Transfer(Op.WRITE, local, segments[i % 2], at + i * 2048, 2048, local_offset=i * 2048)
         for i in range(4)
     ]
-    taker.submit(transfers).wait(10)
+    taker.submit(transfers).wait(60)
     for i in range(4):
         there = slice(i * 2048, (i + 1) * 2048)
         assert np.array_equal(remotes[i % 2].array[there], data[there])

@@ -23,7 +23,7 @@ from tandem.core.errors import CancelledError, DeadlineError, TandemError
 MIB = 1 << 20
 
 
-def wait_until(condition, limit_s=10.0):
+def wait_until(condition, limit_s=60.0):
     limit = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < limit, "did not come true in time"
@@ -45,19 +45,19 @@ def held_write(world, end, transports=("tcp",)):
         local = taker.register(np.full(MIB, 1, np.uint8))
         proxy.hold()
         transfer = Transfer(Op.WRITE, local, segment, remote.offset, MIB)
-        batch = taker.submit([transfer], transport="tcp", deadline_s=30)
+        batch = taker.submit([transfer], transport="tcp", deadline_s=60)
         match end:
             case "cancel":
                 batch.cancel()
                 with pytest.raises(CancelledError):
-                    batch.wait(10)
+                    batch.wait(60)
             case "deadline":
                 with pytest.raises(DeadlineError):
                     batch.wait(0)
             case "close":
                 segment.close()
                 with pytest.raises(CancelledError):
-                    batch.wait(10)
+                    batch.wait(60)
         yield giver, taker, segment, remote, proxy, how
         # The peer has left the old path, so what the proxy held reaches nothing.
         assert proxy.num_held_open == 0

@@ -113,7 +113,7 @@ def test_many_transfers_of_one_batch(engine, world, tmp_path):
     places = np.random.default_rng(3).permutation(128) * 65536
     parts = [Transfer(Op.WRITE, local, file, int(at), 65536, local_offset=int(at)) for at in places]
     batch = engine.submit(parts)
-    batch.wait(20)
+    batch.wait(60)
     assert all(batch.status(i).is_done for i in range(len(parts)))
     assert np.array_equal(np.fromfile(tmp_path / "f", np.uint8), data)
 

@@ -46,7 +46,7 @@ from tandem.core.errors import (
 
 MIB = 2**20
 PAGE = mmap.PAGESIZE
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class TmpfsFile:
@@ -158,9 +158,9 @@ def test_a_file_is_mapped_once_however_many_buffers_it_has(world, file):
         assert file.count_mappings() == own + 2
         for writer in writers:
             assert file.has_writers()
-            giver.unregister(writer, deadline_s=5)
+            giver.unregister(writer, deadline_s=60)
         for buffer in (reader, again):
-            giver.unregister(buffer, deadline_s=5)
+            giver.unregister(buffer, deadline_s=60)
         file.wait_writers(False)
         assert file.count_mappings() == own
 
@@ -190,7 +190,7 @@ def test_nothing_arrives_after_a_buffer_was_taken_back(world, file):
             thread.start()
         for counter in written:
             assert counter.acquire(timeout=TIMEOUT_S)
-        giver.unregister(buffers[0], deadline_s=10)
+        giver.unregister(buffers[0], deadline_s=60)
         file.array[:MIB] = 0
         for _ in range(5):
             assert written[1].acquire(timeout=TIMEOUT_S)
@@ -200,7 +200,7 @@ def test_nothing_arrives_after_a_buffer_was_taken_back(world, file):
             assert not thread.is_alive()
         assert not file.array[:MIB].any()
         assert [type(end) for end in ends] in ([NotFoundError], [UnsupportedError])
-        giver.unregister(buffers[1], deadline_s=10)
+        giver.unregister(buffers[1], deadline_s=60)
 
 
 def test_holes_are_left_alone_and_a_cut_file_kills_nobody(world):
@@ -233,7 +233,7 @@ taker = TransferEngine(TransferConfig(secret=secret, transports=("shm",)))
 local = taker.register(np.full(int(nbytes), 7, np.uint8))
 segment = taker.open(address)
 transfer = Transfer(Op.WRITE, local, segment, int(offset), int(nbytes))
-taker.submit([transfer]).wait(15)
+taker.submit([transfer]).wait(60)
 if how == "fork" and os.fork() == 0:
     sys.stdin.read()
     os._exit(0)
@@ -242,7 +242,7 @@ if how == "fork":
     os._exit(0)
 try:
     while True:
-        taker.submit([transfer]).wait(15)
+        taker.submit([transfer]).wait(60)
 except Exception as error:
     print(type(error).__name__, flush=True)
 sys.stdin.read()
@@ -304,7 +304,7 @@ def test_a_killed_writer_has_let_go(world, file):
         process.kill()
         process.wait(TIMEOUT_S)
         assert not file.has_writers()
-        giver.unregister(buffer, deadline_s=5)
+        giver.unregister(buffer, deadline_s=60)
 
 
 def test_a_forked_child_of_a_writer_counts_as_one(world, file):
@@ -313,7 +313,7 @@ def test_a_forked_child_of_a_writer_counts_as_one(world, file):
     buffer = register(giver, file, remote="write")
     with writer(giver, buffer, MIB, "fork") as process:
         process.wait(TIMEOUT_S)
-        giver.unregister(buffer, deadline_s=5)  # The engine was the parent's, which is dead.
+        giver.unregister(buffer, deadline_s=60)  # The engine was the parent's, which is dead.
         assert file.has_writers()
         process.stdin.close()
         file.wait_writers(False)

@@ -33,7 +33,7 @@ memory = engine.register(np.zeros(4 << 20, np.uint8))
 def send():
     while True:
         batch = engine.submit([Transfer(Op.WRITE, memory, segment, remote.offset, 4 << 20)])
-        batch.wait(30)
+        batch.wait(60)
 threading.Thread(target=send, daemon=True).start()
 print("ready", flush=True)
 for _ in sys.stdin:

@@ -183,7 +183,7 @@ def test_memory_goes_over_the_nic_near_it(world, tmp_path):
 
     def goes_near() -> bool:
         with taker.open(giver.address) as segment:  # Its rails have no past.
-            limit = time.monotonic() + 10
+            limit = time.monotonic() + 60
             while not all(rail.state == RailState.HEALTHY for rail in segment.rails):
                 assert time.monotonic() < limit
                 time.sleep(0.001)
@@ -199,6 +199,6 @@ def test_memory_goes_over_the_nic_near_it(world, tmp_path):
             return True
 
     # A busy machine may make a rail look slow, and that for seconds: the next try has fresh ones.
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 60
     while not goes_near():
         assert time.monotonic() < limit, "no run of moves followed the locations"
