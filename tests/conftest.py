@@ -45,15 +45,15 @@ class LatePackage(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if sys.modules[self.__name__] is self:
-            # pytest asks modules for `__test__`, and others for `__file__`.
-            if name.startswith("__") and name not in ("__path__", "__version__"):
+            # pytest asks modules for `__test__` and `_mock_name`, and others for `__file__`.
+            if name.startswith("_") and name not in ("__path__", "__version__"):
                 raise AttributeError(name)
             del sys.modules[self.__name__]
         return getattr(importlib.import_module(self.__name__), name)
 
 
 # Packages of a few tests, whose import takes seconds: every process collects every test.
-for name in ("anthropic", "datasets", "ollama", "openai"):
+for name in ("anthropic", "datasets", "ollama", "openai", "peft"):
     if (spec := importlib.util.find_spec(name)) is not None:
         sys.modules[name] = LatePackage(name)
         sys.modules[name].__spec__ = spec

@@ -27,6 +27,8 @@ def run(monkeypatch, capsys):
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
 
     monkeypatch.setattr(cli, "app", ROOT)
+    # Some commands defer imports in their process.
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     # A shell has its background commands ignore SIGINT; the command here shall take it.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
 

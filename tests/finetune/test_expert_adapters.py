@@ -8,9 +8,9 @@ import json
 import shutil
 import warnings
 
+import peft
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -144,7 +144,7 @@ def exact(checkpoint):
     config = make_lora_config(make_keys(checkpoint), model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # A fixture of a module is made before those of a test.
-        tuned = get_peft_model(model, config, autocast_adapter_dtype=False)
+        tuned = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     return take_gradients(draw_adapter(tuned))
 
 
@@ -212,7 +212,7 @@ def test_the_adapter_loads_in_plain_peft(run, checkpoint):
     base = load_plain(checkpoint, torch.float32)
     with torch.no_grad():
         without = base(IDS).logits
-        want = PeftModel.from_pretrained(base, folder)(IDS).logits
+        want = peft.PeftModel.from_pretrained(base, folder)(IDS).logits
         got = TunedModel(checkpoint, folder, expert_format="bf16", num_threads=2)._model(IDS).logits
 
     def find_distance(logits):
@@ -268,7 +268,9 @@ def test_the_merged_checkpoint_computes_what_the_adapter_does(run, checkpoint, t
     merged = export_merged(checkpoint, folder, tmp_path / "merged")
     with torch.no_grad():
         got = load_plain(merged, torch.float32)(IDS).logits
-        want = PeftModel.from_pretrained(load_plain(checkpoint, torch.float32), folder)(IDS).logits
+        want = peft.PeftModel.from_pretrained(load_plain(checkpoint, torch.float32), folder)(
+            IDS
+        ).logits
     assert float((got - want).norm() / want.norm()) < 1e-5
 
 

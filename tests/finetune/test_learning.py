@@ -2,9 +2,9 @@
 
 import warnings
 
+import peft
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from quick import rest_slow
@@ -36,7 +36,7 @@ def make_batch() -> dict[str, torch.Tensor]:
 
 def train(model, *, seed=7) -> list[float]:
     """Losses of a few steps of AdamW on one batch."""
-    config = LoraConfig(
+    config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=4,
         lora_alpha=8,
@@ -45,7 +45,7 @@ def train(model, *, seed=7) -> list[float]:
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        tuned = get_peft_model(model, config).train()
+        tuned = peft.get_peft_model(model, config).train()
     optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=3e-3)
     batch, losses = make_batch(), []
     for _ in range(STEPS):

@@ -3,9 +3,8 @@
 import copy
 import warnings
 
+import peft
 import torch
-from peft import LoraConfig, get_peft_model
-from peft.utils import transformers_weight_conversion
 
 from tandem.kernels.operators import lora
 
@@ -30,15 +29,15 @@ def make_adapter(model, folder, monkeypatch, *, seed=1, rank=4, targets=None, **
     """Write an adapter of ``model`` with random weights; return PEFT's model with it, unmerged."""
     targets = list_targets(model) if targets is None else targets
     settings = {"lora_alpha": 2 * rank, **settings}
-    config = LoraConfig(r=rank, target_modules=targets, **settings)
+    config = peft.LoraConfig(r=rank, target_modules=targets, **settings)
     with warnings.catch_warnings():
         # PEFT calls old names, and warns of patterns that it adds itself.
         warnings.simplefilter("ignore")
         # Names of dense blocks would be taken for those of experts, which older models had apart.
         monkeypatch.setattr(
-            transformers_weight_conversion, "convert_peft_config_for_transformers", _keep
+            peft.utils.transformers_weight_conversion, "convert_peft_config_for_transformers", _keep
         )
-        tuned = get_peft_model(copy.deepcopy(model), config).eval()
+        tuned = peft.get_peft_model(copy.deepcopy(model), config).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in tuned.named_parameters():
         if ".lora_" in name:
