@@ -92,7 +92,7 @@ class Residency:
         while free < 0 and candidates:
             victims.append(candidates.pop(0))
             free += self._needs[victims[-1]]
-        in_the_way = [each for each in self._awake if each in pinned]
+        in_the_way = sorted(each for each in self._awake if each in pinned)
         needed = f"{name} needs {self._needs[name] / 2**20:.0f} MiB"
         if free < 0 and in_the_way:
             what = f"{needed}, and {', '.join(in_the_way)} are pinned: try again later, or unpin"
