@@ -78,7 +78,7 @@ def cut_in_transfer(path, cut, *, nbytes=48 * MIB):
     begin = cut()
     left_s = wait_until(lambda: path.segment.rails[0].state != RailState.HEALTHY) - begin
     assert not batch.is_finished
-    # Its slices are given to others; the counts of a rail are not read at one moment with its state.
+    # Its slices are given to others; a rail's counts and its state are not read at one moment.
     wait_until(lambda: path.segment.rails[0].in_flight_bytes == 0)
     batch.wait()
     assert path.segment.rails[0].num_resent > rail.num_resent
