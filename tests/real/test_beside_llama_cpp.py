@@ -21,10 +21,13 @@ from tandem.models.tokenizing.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.real
 RECORD = json.loads(RECORDED.read_text())
-MOST_WORSE, MOST_BETTER = 0.005, 0.01
-"""Of llama.cpp's perplexity: its rounding of activations to 8 bits costs more than ours."""
-MAX_LOGPROB_ERROR = 0.3
-"""llama.cpp codes activations as it likes, and keeps KV in fp16."""
+MOST_WORSE, MOST_BETTER = 0.0075, 0.015
+"""Of llama.cpp's perplexity, with room for what instruction sets round differently: 1.0043 and
+1.0046 for SmolLM2, 0.9947 and 0.9926 for Gemma with AVX-512 and AVX2. llama.cpp rounds activations
+to 8 bits, which costs Gemma more than our rounding does."""
+MAX_DISTANCE = 0.1
+"""Of the probabilities of the likeliest tokens, in total variation; 0.02 for SmolLM2, up to 0.044
+for Gemma. llama.cpp codes activations as it likes, and keeps KV in fp16."""
 
 
 class Ours:
@@ -70,8 +73,11 @@ def test_the_next_token_is_as_likely(ours):
     ids = ours.recorded["prompt"]
     (entry,) = [o.logprobs[0] for o in ours.run(ids, max_tokens=1, logprobs=20) if o.logprobs]
     found = dict(entry.top)
-    for token, logprob in ours.recorded["logprobs"]:
-        assert found[token] == pytest.approx(logprob, abs=MAX_LOGPROB_ERROR), token
+    distances = [
+        abs(math.exp(found[token]) - math.exp(logprob))
+        for token, logprob in ours.recorded["logprobs"]
+    ]
+    assert sum(distances) / 2 < MAX_DISTANCE, distances
 
 
 def test_greedy_text_is_the_same(ours):
