@@ -251,7 +251,8 @@ class Generation:
         if self._parser is not None:
             deltas = self._parser.feed(text)
             if self.finish_reason is not None:
-                deltas = join_deltas(deltas + self._parser.flush())
+                is_cut = self.finish_reason != "stop" or isinstance(self.stop_reason, str)
+                deltas = join_deltas(deltas + self._parser.flush(is_cut=is_cut))
         piece = Piece(
             self._pending_text + text,
             self._pending_ids,

@@ -141,6 +141,10 @@ def test_call_that_breaks_off_has_length_and_what_came(ask, live):
     assert choice.finish_reason == "length"
     assert choice.message.tool_calls[0].function.name == "get_weather"
     assert choice.message.tool_calls[0].function.arguments.startswith('{"city": "Ber')
+    # Of a forced call that was cut off before its name nothing is text.
+    choice = ask(CALL, tools=TOOLS, tool_choice="required", max_tokens=4).choices[0]
+    assert choice.finish_reason == "length"
+    assert not choice.message.content and not choice.message.tool_calls
 
 
 def test_malformed_call_is_text(ask):

@@ -49,6 +49,11 @@ def test_grammars_are_converted_and_compiled_in_another_process(compiler, monkey
         grammar = compiler.write(INFO, kind, text, "field")
         assert grammar == write_grammar(kind, text)
         compiler.check(grammar, INFO, "field")
+    schema = '{"properties": {"a": {"type": "string"}}}'
+    listed = compiler.write(INFO, "arguments", schema, "field")
+    assert listed == write_grammar("arguments", schema)
+    with pytest.raises(ConfigError, match="field: minProperties"):
+        compiler.write(INFO, "arguments", '{"minProperties": 1}', "field")
     for kind, text in {"regex": "(", "json_schema": "{", "choice": "7", "grammar": "::="}.items():
         with pytest.raises(ConfigError, match="field: "):
             compiler.check(compiler.write(INFO, kind, text, "field"), INFO, "field")
@@ -150,6 +155,7 @@ def test_a_tokenizer_that_puts_a_space_before_texts_follows_grammars(kind):
         WRITTEN_CALLS["qwen"],
         lambda text: write_literal(tokenizer, text),
         {"no": schema},
+        pytest.fail,
         is_parallel=False,
     )
     call = '<tool_call>\n{"name": "no", "arguments": {"name": "yes"}}\n</tool_call>'

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from tandem.core.errors import UnsupportedError
+from tandem.models.tokenizing.schemas.arguments import list_arguments
 from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.models.tokenizing.schemas.rewrite import RefusedError, rewrite_schema
 
@@ -217,15 +218,23 @@ def write_grammar(kind: str, text: str) -> str:
 
     Args:
         kind: "json_schema", "regex", "choice" (a JSON list of texts) or "grammar" (Lark or GBNF).
+            Of "arguments", the schema of a tool's arguments, the result is no grammar but a JSON
+            list of ``Arguments``.
         text: the grammar.
 
     Raises:
         ValueError: the text does not parse as this kind; for a schema without a grammar the error
             names the keyword.
     """
-    return (
-        _write_schema(text) if kind == "json_schema" else _load_library().grammar_from(kind, text)
-    )
+    if kind == "arguments":
+        try:
+            found = list_arguments(parse_json(text), _make_matches())
+        except RefusedError as error:
+            raise ValueError(str(error)) from error
+        return msgspec.json.encode(found).decode()
+    if kind == "json_schema":
+        return _write_schema(text)
+    return _load_library().grammar_from(kind, text)
 
 
 def _write_schema(text: str) -> str:
@@ -237,6 +246,16 @@ def _write_schema(text: str) -> str:
         return grammar
     # The grammar library has parsed this text as JSON; what it nests deeper than Python is refused.
     schema = parse_json(text)
+    try:
+        rewritten = rewrite_schema(schema, _make_matches()).schema
+    except RefusedError as error:
+        raise ValueError(str(error)) from error
+    return library.grammar_from("json_schema", json.dumps(rewritten, ensure_ascii=False))
+
+
+def _make_matches() -> Callable[[str, str], bool]:
+    """Return a function that tells if a pattern is found in a text; see ``rewrite_schema``."""
+    library = _load_library()
     matchers: dict[str, Matcher] = {}
 
     def matches(pattern: str, found_in: str) -> bool:
@@ -251,11 +270,7 @@ def _write_schema(text: str) -> str:
         ids = _load_bytes().tokenize_str(json.dumps(found_in, ensure_ascii=False))
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    try:
-        rewritten = rewrite_schema(schema, matches).schema
-    except RefusedError as error:
-        raise ValueError(str(error)) from error
-    return library.grammar_from("json_schema", json.dumps(rewritten, ensure_ascii=False))
+    return matches
 
 
 @cache

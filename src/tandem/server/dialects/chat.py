@@ -290,12 +290,7 @@ def plan_conversation(
         prompt_field="messages",
         logprobs=_num_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
-        parsing=plan_parsing(
-            context.encoder,
-            prompt,
-            tools,
-            splits_reasoning=request.separate_reasoning is not False,
-        ),
+        parsing=plan_parsing(context.encoder, request, prompt, tools),
         grammar=plan_grammar(context, request, prompt, tools),
     )
     if context.ready_info().num_state_slots:

@@ -1,12 +1,18 @@
 """The parser and the grammar that a request's answers need."""
 
+import json
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+
+import msgspec
 
 from tandem.core.errors import ConfigError
+from tandem.models.tokenizing.schemas.arguments import Arguments
+from tandem.models.tokenizing.schemas.refused import RefusedError
 from tandem.server.api.grammars import join_grammars, read_grammar, write_literal
 from tandem.server.api.prompts import PromptEncoder
 from tandem.server.context import ServerContext
@@ -46,17 +52,18 @@ def make_call_id() -> str:
 
 
 def plan_parsing(
-    encoder: PromptEncoder, prompt: str, tools: Sequence[Tool], *, splits_reasoning: bool
+    encoder: PromptEncoder, request: ChatRequest, prompt: str, tools: Sequence[Tool]
 ) -> Parsing | None:
     """Return how answers to a prompt are split into text, reasoning and tool calls; None if all of
     it is text.
 
     Args:
         encoder: has the format in which the model writes.
+        request: says if reasoning is to be separated from the answer, and if a call is forced.
         prompt: rendered prompt; its end shows if it has opened reasoning.
         tools: tools that may be called.
-        splits_reasoning: True if reasoning is to be separated from the answer.
     """
+    splits_reasoning = request.separate_reasoning is not False
     form = encoder.call_form if tools else encoder.form
     if form is None or not (tools or splits_reasoning):
         return None
@@ -69,6 +76,7 @@ def plan_parsing(
             schemas if tools else None,
             splits_reasoning=splits_reasoning,
             is_thinking=is_thinking,
+            is_forced=_is_forced(request),
         )
 
     return Parsing(make_parser, encoder.mark_ids)
@@ -91,8 +99,8 @@ def plan_grammar(
     info = context.ready_info()
     write = partial(context.grammars.write, info)
     grammar, field = read_grammar(request, write, request.response_format)
-    calls = _write_tool_grammar(context.encoder, request, tools)
-    is_forced = request.tool_choice not in (None, "none", "auto")
+    calls = _write_tool_grammar(context, request, tools)
+    is_forced = _is_forced(request)
     if grammar and is_forced:
         what = f"{field} and a forced tool_choice exclude each other"
         raise ConfigError("server.plan_grammar", what, field="tool_choice")
@@ -100,7 +108,7 @@ def plan_grammar(
         context.grammars.check(grammar, info, field)
         if tools:
             # The answer either has the form that the request prescribes, or consists of tool calls.
-            forced = _write_tool_grammar(context.encoder, request, tools, is_forced=True)
+            forced = _write_tool_grammar(context, request, tools, is_forced=True)
             context.grammars.check(forced, info, "tools")
             grammar = join_grammars("start: @body | @calls", body=grammar, calls=forced)
     elif calls:
@@ -113,10 +121,16 @@ def plan_grammar(
     return _allow_reasoning(context.encoder, prompt, grammar, is_calls=is_forced)
 
 
+def _is_forced(request: ChatRequest) -> bool:
+    """Return True if the answer must be a call."""
+    return request.tool_choice not in (None, "none", "auto")
+
+
 def _write_tool_grammar(
-    encoder: PromptEncoder, request: ChatRequest, tools: Sequence[Tool], *, is_forced: bool = False
+    context: ServerContext, request: ChatRequest, tools: Sequence[Tool], *, is_forced: bool = False
 ) -> str:
     """Return the grammar of tool calls that are forced or strict; empty if they are neither."""
+    encoder, info = context.encoder, context.ready_info()
     choice, called = request.tool_choice, list(tools)
     if isinstance(choice, NamedChoice):
         called = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -142,14 +156,24 @@ def _write_tool_grammar(
         for tool in called
     }
     is_named = isinstance(choice, NamedChoice)
-    return write_calls(
-        written,
-        partial(write_literal, encoder.tokenizer),
-        schemas,
-        is_parallel=request.parallel_tool_calls is not False and not is_named,
-        trigger=trigger,
-        is_forced=is_forced,
-    )
+
+    def split(schema: Mapping[str, Any]) -> list[Arguments]:
+        text = json.dumps(schema, ensure_ascii=False)
+        listed = context.grammars.write(info, "arguments", text, "tools")
+        return msgspec.json.decode(listed, type=list[Arguments])
+
+    try:
+        return write_calls(
+            written,
+            partial(write_literal, encoder.tokenizer),
+            schemas,
+            split,
+            is_parallel=request.parallel_tool_calls is not False and not is_named,
+            trigger=trigger,
+            is_forced=is_forced,
+        )
+    except RefusedError as error:
+        raise ConfigError("server.plan_grammar", f"tools: {error}", field="tools") from error
 
 
 def _has_opened(form: OutputFormat, prompt: str) -> bool:

@@ -1,15 +1,17 @@
 """Parsing of tool calls whose arguments are JSON, and the state that all call parsers share."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from tandem.models.tokenizing.schemas.json_text import parse_json
+from tandem.models.tokenizing.schemas.kinds import find_kinds, list_names
 from tandem.server.outputs.deltas import ArgumentsDelta, CallStart, Delta
 from tandem.server.outputs.source import Reading, TextSource
 
-__all__ = ["CallReader", "read_json_call", "read_value"]
+__all__ = ["CallReader", "JsonScan", "read_json_call", "read_value"]
 
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{\["])'
@@ -40,6 +42,10 @@ class CallReader:
         """Text after a tool call that belongs to no call; the parser treats it as text of the
         answer.
         """
+        self.has_arguments = False
+        """True if the call that began last has a part of its arguments."""
+        self._schema: Mapping[str, Any] = {}
+        self._names: list[str] | None = None
         self._emit = emit
 
     def start(self, name: str, call_id: str | None = None) -> None:
@@ -49,11 +55,33 @@ class CallReader:
         self.source.recall()
         self._emit(CallStart(self.num_calls, name, call_id))
         self.num_calls += 1
+        self.has_arguments = False
+        self._schema, self._names = self.tools.get(name, {}), None
 
     def add(self, text: str) -> None:
         """Emit text as a further part of the arguments of the call that began last."""
         if text:
+            self.has_arguments = True
             self._emit(ArgumentsDelta(self.num_calls - 1, text))
+
+    def finish(self) -> None:
+        """End the call that began last: it has an empty object as arguments if none have come. Does
+        nothing if the text was cut off.
+        """
+        if not self.has_arguments and not self.source.is_cut:
+            self.add("{}")
+
+    def list_names(self) -> list[str]:
+        """Return the names of the arguments that the schema of the last call's tool mentions."""
+        if self._names is None:
+            self._names = list_names(self._schema)
+        return self._names
+
+    def find_kinds(self, name: str) -> frozenset[str] | None:
+        """Return the JSON types that an argument of the last call may have; None if its tool's
+        schema does not tell.
+        """
+        return find_kinds(self._schema, name)
 
 
 def read_json_call(
@@ -72,7 +100,7 @@ def read_json_call(
     yield from source.skip_space()
     if not source.text.startswith("{"):
         return False
-    scan = _Scan(ends)
+    scan = JsonScan(ends)
     while True:
         head = _HEAD.match(source.text)
         if head is not None:
@@ -83,6 +111,7 @@ def read_json_call(
             reader.start(name)
             yield from read_value(reader, ends)
             yield from _skip_members(source, ends)
+            reader.finish()
             return True
         end = scan.find_end(source.text)
         if end is not None:
@@ -98,20 +127,35 @@ def _emit_object(reader: CallReader, text: str, length: int, *, only_known: bool
     False if it is no call.
     """
     try:
-        call = parse_json(text)
-    except ValueError:
+        call = msgspec.json.decode(text, type=_Call)
+    except (ValueError, RecursionError):
         return False
-    name = call.get("name")
-    if not isinstance(name, str) or not name or (only_known and name not in reader.tools):
+    if not call.name or (only_known and call.name not in reader.tools):
         return False
-    arguments = call.get("arguments", call.get("parameters"))
+    arguments = bytes(call.parameters if call.arguments is msgspec.UNSET else call.arguments)
     reader.source.take(length)
-    reader.start(name)
-    if isinstance(arguments, str):
-        reader.add(arguments)
-    else:
-        reader.add(json.dumps({} if arguments is None else arguments, ensure_ascii=False))
+    reader.start(call.name)
+    _add_decoded(reader, arguments.decode())
+    reader.finish()
     return True
+
+
+class _Call(msgspec.Struct):
+    """A call as a JSON object; the arguments are kept as they were written."""
+
+    name: str
+    arguments: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    parameters: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def _add_decoded(reader: CallReader, written: str) -> None:
+    """Append a JSON value to the arguments of a call; a string is decoded first. Nothing and null
+    are left out.
+    """
+    decoded = _decode_string(written) if written.startswith('"') else None
+    text = written if decoded is None else decoded
+    if text.strip() not in ("", "null"):
+        reader.add(text)
 
 
 def read_value(reader: CallReader, ends: Sequence[str] = ()) -> Reading[None]:
@@ -122,16 +166,17 @@ def read_value(reader: CallReader, ends: Sequence[str] = ()) -> Reading[None]:
     source = reader.source
     yield from source.skip_space()
     if source.text.startswith('"'):
-        scan = _Scan()
+        scan = JsonScan()
         while (end := scan.find_end(source.text)) is None and not source.is_ended:
             yield
-        written = source.take(len(source.text) if end is None else end)
-        decoded = _decode_string(written)
-        reader.add(written if decoded is None else decoded)
+        _add_decoded(reader, source.take(len(source.text) if end is None else end))
         return
+    for end in ends:
+        if (yield from source.starts_with(end)):
+            return
     if not source.text.startswith(("{", "[")):
         return
-    scan = _Scan(ends)
+    scan = JsonScan(ends)
     while True:
         end = scan.find_end(source.text)
         if end is not None:
@@ -147,7 +192,7 @@ def read_value(reader: CallReader, ends: Sequence[str] = ()) -> Reading[None]:
 
 def _skip_members(source: TextSource, ends: Sequence[str]) -> Reading[None]:
     """Skip the remaining members of a JSON object after a value that was read."""
-    scan = _Scan(ends, depth=1)
+    scan = JsonScan(ends, depth=1)
     while (end := scan.find_end(source.text)) is None and not source.is_ended:
         yield
     # If the object's end never comes, the text belongs to no call: it is left in the source and is
@@ -164,7 +209,7 @@ def _decode_string(written: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class _Scan:
+class JsonScan:
     """A scanner for the end of a JSON object, array or string, which reads no character twice."""
 
     def __init__(self, ends: Sequence[str] = (), *, depth: int = 0) -> None:

@@ -59,8 +59,13 @@ class OutputParser(Protocol):
         """Add text; return the parts of the answer that are now certain."""
         ...
 
-    def flush(self) -> list[Delta]:
-        """End the text; return the parts that were held back. No text is lost."""
+    def flush(self, *, is_cut: bool) -> list[Delta]:
+        """End the text; return the parts that were held back.
+
+        Args:
+            is_cut: True if the model had more to say, as when it reached ``max_tokens``: what has
+                no end then is incomplete. Otherwise the model has left the end out.
+        """
         ...
 
 

@@ -12,7 +12,16 @@ from tandem.server.outputs.gemma import read_gemma_call
 from tandem.server.outputs.parameters import ParameterMarks, read_parameters
 from tandem.server.outputs.source import Reading
 
-__all__ = ["FORMATS", "OutputFormat", "detect_format", "read_more_llama"]
+__all__ = [
+    "DSML_MARKS",
+    "FORMATS",
+    "GLM_MARKS",
+    "MINIMAX_MARKS",
+    "QWEN_MARKS",
+    "OutputFormat",
+    "detect_format",
+    "read_more_llama",
+]
 
 CallSyntax = Callable[[CallReader], Reading[bool]]
 """Parser of a tool call after the mark that begins it; it returns False, with nothing emitted, if
@@ -31,7 +40,9 @@ class OutputFormat:
         calls: syntax of a call, by the mark that begins it.
         skipped: marks around calls that carry no information and are dropped.
         inner: marks inside calls.
-        is_bare: True if an answer that begins with ``{`` may be a call without a mark.
+        closers: marks that end a call; one too many is dropped.
+        bare_start: text with which, white space left out, an answer may begin that is a call
+            without a mark; empty: there is none.
         is_harmony: True for messages with channels; see ``HarmonyParser``.
         has_text_arguments: True if templates take the arguments of earlier calls as text, not as
             object.
@@ -43,7 +54,8 @@ class OutputFormat:
     calls: Mapping[str, CallSyntax] | None = None
     skipped: tuple[str, ...] = ()
     inner: tuple[str, ...] = ()
-    is_bare: bool = False
+    closers: tuple[str, ...] = ()
+    bare_start: str = ""
     is_harmony: bool = False
     has_text_arguments: bool = False
     empty_content: str | None = ""
@@ -54,29 +66,48 @@ class OutputFormat:
         return (*(self.think or ()), *(self.calls or ()), *self.skipped, *self.inner)
 
 
-def _end_call(reader: CallReader, close: str) -> Reading[None]:
-    """Read the mark that ends a call, and white space before it, if they are there."""
-    yield from reader.source.skip_space()
-    if (yield from reader.source.starts_with(close)):
-        reader.source.take(len(close))
-    elif close.startswith(reader.source.text):
-        # The text ended within the closing mark; drop the incomplete mark.
-        reader.source.take(len(reader.source.text))
-
-
-_QWEN_MARKS = ParameterMarks("<parameter=", (">",), "</parameter>")
-_GLM_MARKS = ParameterMarks(
+QWEN_MARKS = ParameterMarks(
+    "<parameter=",
+    (">",),
+    "</parameter>",
+    "</function>",
+    "<function=",
+    ">",
+    outer=("<tool_call>", "</tool_call>"),
+)
+GLM_MARKS = ParameterMarks(
     "<arg_key>",
     ("</arg_key>\n<arg_value>", "</arg_key><arg_value>"),
     "</arg_value>",
+    "</tool_call>",
+    "<tool_call>",
+    "\n",
     is_on_lines=False,
 )
-_MINIMAX_MARKS = ParameterMarks('<parameter name="', ('">',), "</parameter>")
+MINIMAX_MARKS = ParameterMarks(
+    '<parameter name="',
+    ('">',),
+    "</parameter>",
+    "</invoke>",
+    '<invoke name="',
+    '">',
+    outer=("<minimax:tool_call>", "</minimax:tool_call>"),
+)
+_DSML_AROUND = (
+    "<｜DSML｜function_calls>",
+    "</｜DSML｜function_calls>",
+    "<｜DSML｜tool_calls>",
+    "</｜DSML｜tool_calls>",
+)
 _DSML_TEXT = '" string="true">'
-_DSML_MARKS = ParameterMarks(
+DSML_MARKS = ParameterMarks(
     '<｜DSML｜parameter name="',
     (_DSML_TEXT, '" string="false">'),
     "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
+    '<｜DSML｜invoke name="',
+    '">',
+    outer=_DSML_AROUND,
     text_open=_DSML_TEXT,
     is_on_lines=False,
 )
@@ -87,38 +118,31 @@ def _read_qwen(reader: CallReader) -> Reading[bool]:
     yield from reader.source.skip_space()
     if (yield from reader.source.starts_with("<function=")):
         reader.source.take(len("<function="))
-        is_call = yield from _read_qwen_function(reader)
-    else:
-        is_call = yield from read_json_call(reader, ("</tool_call>",))
-    if is_call:
-        yield from _end_call(reader, "</tool_call>")
-    return is_call
+        return (yield from _read_qwen_function(reader))
+    return (yield from read_json_call(reader, ("</tool_call>",)))
 
 
 def _read_qwen_function(reader: CallReader) -> Reading[bool]:
-    return (yield from _read_invoke(reader, ">", _QWEN_MARKS, "</function>"))
+    return (yield from _read_invoke(reader, QWEN_MARKS))
 
 
-def _read_invoke(
-    reader: CallReader, name_end: str, marks: ParameterMarks, close: str
-) -> Reading[bool]:
-    """Read the name of a call, up to ``name_end``, and its parameters; return False if no name is
-    there.
-    """
-    name, mark = yield from reader.source.collect_until((name_end, "\n", close))
-    if mark != name_end or not name.strip():
+def _read_invoke(reader: CallReader, marks: ParameterMarks) -> Reading[bool]:
+    """Read the name of a call and its parameters; return False if no name is there."""
+    end = marks.call_name_end
+    name, mark = yield from reader.source.collect_until((end, "\n", marks.close))
+    if mark != end or not name.strip():
         return False
     reader.start(name.strip())
-    yield from read_parameters(reader, name.strip(), marks, close)
+    yield from read_parameters(reader, marks)
     return True
 
 
 def _read_minimax(reader: CallReader) -> Reading[bool]:
-    return (yield from _read_invoke(reader, '">', _MINIMAX_MARKS, "</invoke>"))
+    return (yield from _read_invoke(reader, MINIMAX_MARKS))
 
 
 def _read_dsml(reader: CallReader) -> Reading[bool]:
-    return (yield from _read_invoke(reader, '">', _DSML_MARKS, "</｜DSML｜invoke>"))
+    return (yield from _read_invoke(reader, DSML_MARKS))
 
 
 def _read_glm(reader: CallReader) -> Reading[bool]:
@@ -128,7 +152,7 @@ def _read_glm(reader: CallReader) -> Reading[bool]:
     # end of the call.
     name = ""
     while True:
-        for mark in (_GLM_MARKS.open, close, "\n"):
+        for mark in (GLM_MARKS.open, close, "\n"):
             if (yield from source.starts_with(mark)):
                 break
         else:
@@ -140,8 +164,12 @@ def _read_glm(reader: CallReader) -> Reading[bool]:
     if not name.strip() or "{" in name:
         return False
     reader.start(name.strip())
-    yield from read_parameters(reader, name.strip(), _GLM_MARKS, close)
+    yield from read_parameters(reader, GLM_MARKS)
     return True
+
+
+_DEEPSEEK_ENDS = ("<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>")
+_KIMI_ENDS = ("<|tool_call_end|>", "<|tool_call_begin|>", "<|tool_calls_section_end|>")
 
 
 def _read_deepseek_v3(reader: CallReader) -> Reading[bool]:
@@ -157,14 +185,21 @@ def _read_deepseek_v3(reader: CallReader) -> Reading[bool]:
     yield from source.skip_space()
     if (yield from source.starts_with("```json")):
         source.take(len("```json"))
-    yield from read_value(reader, (close,))
-    yield from _pass_rest(reader, close, dropped="`")
+    yield from read_value(reader, _DEEPSEEK_ENDS)
+    yield from _pass_rest(reader, _DEEPSEEK_ENDS, dropped="`")
     return True
 
 
 def _read_deepseek_v31(reader: CallReader) -> Reading[bool]:
     """Read ``NAME<｜tool▁sep｜>`` and the arguments."""
-    return (yield from _read_headed(reader, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
+    head_end, close = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    name, mark = yield from reader.source.collect_until((head_end, close))
+    if mark != head_end or not name.strip():
+        return False
+    reader.start(name.strip())
+    yield from read_value(reader, _DEEPSEEK_ENDS)
+    yield from _pass_rest(reader, _DEEPSEEK_ENDS)
+    return True
 
 
 def _read_kimi(reader: CallReader) -> Reading[bool]:
@@ -175,30 +210,35 @@ def _read_kimi(reader: CallReader) -> Reading[bool]:
     if mark is None or mark == close or not name:
         return False
     reader.start(name, head.strip())
-    yield from read_value(reader, (close,))
-    yield from _pass_rest(reader, close)
+    yield from read_value(reader, _KIMI_ENDS)
+    yield from _pass_rest(reader, _KIMI_ENDS)
     return True
 
 
-def _read_headed(reader: CallReader, head_end: str, close: str) -> Reading[bool]:
-    name, mark = yield from reader.source.collect_until((head_end, close))
-    if mark != head_end or not name.strip():
-        return False
-    reader.start(name.strip())
-    yield from read_value(reader, (close,))
-    yield from _pass_rest(reader, close)
-    return True
-
-
-def _pass_rest(reader: CallReader, close: str, dropped: str = " ") -> Reading[None]:
+def _pass_rest(reader: CallReader, ends: tuple[str, ...], dropped: str = " ") -> Reading[None]:
     """Append the text between a call's arguments and its closing mark to the arguments, without
     white space.
+
+    Args:
+        reader: its source is positioned behind the arguments.
+        ends: the closing mark, and marks that follow it where it has been left out.
+        dropped: characters that are no part of the arguments.
     """
-    rest, mark = yield from reader.source.collect_until((close,))
-    rest = rest.strip()
-    if mark is None and close.startswith(rest):
-        return  # The text ended within the closing mark.
-    reader.add(rest.strip(dropped).strip())
+    source = reader.source
+    rest, mark = yield from source.collect_until(ends)
+    if mark is None and reader.has_arguments:
+        # Without any mark, text after the arguments belongs to no call. At its end the text may
+        # have been cut within the closing mark.
+        left = rest.strip(dropped + " \n")
+        if left and not ends[0].startswith(left):
+            source.give_back(rest)
+        return
+    rest = rest.strip().strip(dropped).strip()
+    if rest != "null":
+        reader.add(rest)
+    reader.finish()
+    if mark is not None and mark != ends[0]:
+        source.give_back(mark)
 
 
 def _read_mistral(reader: CallReader) -> Reading[bool]:
@@ -215,7 +255,9 @@ def _read_mistral(reader: CallReader) -> Reading[bool]:
             source.take(1)
         if reader.num_calls == num_calls:
             return False
-        yield from _end_call(reader, "]")
+        yield from source.skip_space()
+        if (yield from source.starts_with("]")):
+            source.take(1)
         return True
     name, mark = yield from source.collect_until(("[ARGS]", "[CALL_ID]", "{", "\n"))
     call_id = ""
@@ -226,7 +268,8 @@ def _read_mistral(reader: CallReader) -> Reading[bool]:
     if mark == "{":
         source.give_back(mark)
     reader.start(name.strip(), call_id.strip() or None)
-    yield from read_value(reader)
+    yield from read_value(reader, ("[TOOL_CALLS]",))
+    reader.finish()
     return True
 
 
@@ -271,18 +314,15 @@ FORMATS: Mapping[str, OutputFormat] = {
     "deepseek_v32": OutputFormat(
         ("｜DSML｜",),
         calls={'<｜DSML｜invoke name="': _read_dsml},
-        skipped=(
-            "<｜DSML｜function_calls>",
-            "</｜DSML｜function_calls>",
-            "<｜DSML｜tool_calls>",
-            "</｜DSML｜tool_calls>",
-        ),
+        skipped=_DSML_AROUND,
+        closers=("</｜DSML｜invoke>", "</｜DSML｜parameter>"),
     ),
     "deepseek_v3": OutputFormat(
         ("<｜tool▁sep｜>", "```json"),
         calls={"<｜tool▁call▁begin｜>": _read_deepseek_v3},
         skipped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         inner=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        closers=("<｜tool▁call▁end｜>",),
         has_text_arguments=True,
         empty_content=None,
     ),
@@ -291,6 +331,7 @@ FORMATS: Mapping[str, OutputFormat] = {
         calls={"<｜tool▁call▁begin｜>": _read_deepseek_v31},
         skipped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         inner=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        closers=("<｜tool▁call▁end｜>",),
         has_text_arguments=True,
         empty_content=None,
     ),
@@ -299,31 +340,41 @@ FORMATS: Mapping[str, OutputFormat] = {
         calls={"<|tool_call_begin|>": _read_kimi},
         skipped=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         inner=("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        closers=("<|tool_call_end|>",),
         has_text_arguments=True,
     ),
     "glm": OutputFormat(
         ("<arg_key>",),
         calls={"<tool_call>": _read_glm},
         inner=("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        closers=("</tool_call>", "</arg_value>"),
     ),
     "minimax_m2": OutputFormat(
         ("<minimax:tool_call>",),
         calls={'<invoke name="': _read_minimax},
         skipped=("<minimax:tool_call>", "</minimax:tool_call>"),
+        closers=("</invoke>", "</parameter>"),
     ),
     "gemma4": OutputFormat(
         ("<|tool_call>",),
         think=("<|channel>thought\n", "<channel|>"),
         calls={"<|tool_call>": read_gemma_call},
         inner=('<|"|>', "<tool_call|>"),
+        closers=("<tool_call|>",),
     ),
     "qwen_xml": OutputFormat(
         ("<function=",),
         calls={"<tool_call>": _read_qwen, "<function=": _read_qwen_function},
         inner=("</tool_call>",),
+        closers=("</tool_call>", "</function>", "</parameter>"),
+        bare_start='{"name":"',
     ),
     "qwen": OutputFormat(
-        ("<tool_call>",), calls={"<tool_call>": _read_qwen}, inner=("</tool_call>",)
+        ("<tool_call>",),
+        calls={"<tool_call>": _read_qwen},
+        inner=("</tool_call>",),
+        closers=("</tool_call>", "</function>", "</parameter>"),
+        bare_start='{"name":"',
     ),
     "mistral": OutputFormat(
         ("[TOOL_CALLS]",),
@@ -334,7 +385,7 @@ FORMATS: Mapping[str, OutputFormat] = {
     "llama3": OutputFormat(
         ("<|start_header_id|>", "ipython"),
         calls={"<|python_tag|>": _read_llama},
-        is_bare=True,
+        bare_start="{",
     ),
     "think": OutputFormat(("</think>",)),
 }

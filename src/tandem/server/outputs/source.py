@@ -25,15 +25,17 @@ class TextSource:
         self.text = ""
         """Text that has arrived and was not read yet."""
         self.is_ended = False
+        self.is_cut = False
+        """True if the text has ended though more was to come."""
         self._record: str | None = None
 
     def push(self, text: str) -> None:
         """Add text that has arrived at the end."""
         self.text += text
 
-    def end(self) -> None:
-        """Declare that no more text comes."""
-        self.is_ended = True
+    def end(self, *, is_cut: bool) -> None:
+        """Declare that no more text comes; ``is_cut`` as of ``OutputParser.flush``."""
+        self.is_ended, self.is_cut = True, is_cut
 
     def take(self, count: int) -> str:
         """Read ``count`` characters, which must have arrived."""

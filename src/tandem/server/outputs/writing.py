@@ -6,9 +6,17 @@ parsed as calls of the given tools, with arguments that their schemas allow.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tandem.models.tokenizing.schemas.arguments import Argument, Arguments
+from tandem.models.tokenizing.schemas.formats import FORMAT_PATTERNS
+from tandem.models.tokenizing.schemas.kinds import list_names
+from tandem.models.tokenizing.schemas.patterns import anchor_pattern
+from tandem.models.tokenizing.schemas.refused import RefusedError
+from tandem.server.outputs.formats import DSML_MARKS, GLM_MARKS, MINIMAX_MARKS, QWEN_MARKS
+from tandem.server.outputs.parameters import ParameterMarks, write_json_value
 
 __all__ = ["WRITTEN_CALLS", "WrittenCalls", "write_calls"]
 
@@ -16,6 +24,22 @@ Literal = Callable[[str], str]
 """Function that writes a text as a sequence of terminals of a Lark grammar, with special tokens by
 their ids.
 """
+Split = Callable[[Mapping[str, Any]], Sequence[Arguments]]
+"""Function that returns what a schema allows as arguments that are written one by one; see
+``list_arguments``.
+"""
+_ANY = "(?s:.*)"
+_LOOKS = {
+    "null": r"\s*null\s*",
+    "boolean": r"\s*(?:true|false)\s*",
+    "integer": r"\s*-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?\s*",
+    "number": r"\s*-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?\s*",
+    "array": r"\s*\[(?s:.*)",
+    "object": r"\s*\{(?s:.*)",
+}
+"""Patterns of all texts that may be read as a JSON value, by the value's type."""
+_NAME = "[A-Za-z0-9_.-]{1,64}"
+"""Pattern of an argument's name that the schema does not mention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +57,7 @@ class WrittenCalls:
         value_end: after an argument.
         text_end: after an argument that is text; None: as ``value_end``.
         comma: between arguments.
+        marks: marks by which such arguments are read; None: they are read in another way.
         answer: Lark for an answer that may be text or calls, in a format where no mark begins a
             call; it refers to the rule ``calls``, and has texts between « and ».
     """
@@ -47,6 +72,7 @@ class WrittenCalls:
     value_end: str = ""
     text_end: str | None = None
     comma: str = ""
+    marks: ParameterMarks | None = None
     answer: str = ""
 
 
@@ -59,12 +85,14 @@ WRITTEN_CALLS: Mapping[str, WrittenCalls] = {
         "</function>\n</tool_call>",
         key="<parameter={key}>\n",
         value_end="\n</parameter>\n",
+        marks=QWEN_MARKS,
     ),
     "glm": WrittenCalls(
         "<tool_call>{name}\n",
         "</tool_call>",
         key="<arg_key>{key}</arg_key>\n<arg_value>",
         value_end="</arg_value>\n",
+        marks=GLM_MARKS,
     ),
     "minimax_m2": WrittenCalls(
         '<invoke name="{name}">\n',
@@ -74,6 +102,7 @@ WRITTEN_CALLS: Mapping[str, WrittenCalls] = {
         end="</minimax:tool_call>",
         key='<parameter name="{key}">',
         value_end="</parameter>\n",
+        marks=MINIMAX_MARKS,
     ),
     "deepseek_v32": WrittenCalls(
         '<｜DSML｜invoke name="{name}">\n',
@@ -84,6 +113,7 @@ WRITTEN_CALLS: Mapping[str, WrittenCalls] = {
         key=_DSML_KEY + 'false">',
         text_key=_DSML_KEY + 'true">',
         value_end="</｜DSML｜parameter>\n",
+        marks=DSML_MARKS,
     ),
     "deepseek_v3": WrittenCalls(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -143,6 +173,7 @@ def write_calls(
     written: WrittenCalls,
     literal: Literal,
     tools: Mapping[str, Mapping[str, Any]],
+    split: Split,
     *,
     is_parallel: bool,
     trigger: str = "",
@@ -154,13 +185,16 @@ def write_calls(
         written: texts around calls.
         literal: see ``Literal``.
         tools: JSON Schema of the parameters, by name of each tool that may be called.
+        split: see ``Split``.
         is_parallel: True if there may be more than one call.
         trigger: mark that begins calls, for a grammar that also allows text beside or instead of
             calls;
             empty: there is none.
         is_forced: without a trigger, True allows calls only, and False what ``answer`` allows.
+
+    Raises: RefusedError (arguments that cannot be written so that they are read as they are).
     """
-    rules = _Rules(written, literal, trigger)
+    rules = _Rules(written, literal, trigger, tools, split)
     calls = [rules.add_call(name, schema) for name, schema in tools.items()]
     call = f"({' | '.join(calls)})"
     parts = [call]
@@ -185,9 +219,18 @@ def write_calls(
 class _Rules:
     """A collector of the rules (in Lark) of a grammar whose texts are tool calls."""
 
-    def __init__(self, written: WrittenCalls, literal: Literal, trigger: str) -> None:
+    def __init__(
+        self,
+        written: WrittenCalls,
+        literal: Literal,
+        trigger: str,
+        tools: Mapping[str, Mapping[str, Any]],
+        split: Split,
+    ) -> None:
         self._written = written
         self._literal = literal
+        self._tools = tools
+        self._split = split
         self._trigger = trigger
         self.lines: list[str] = []
         self._num = 0
@@ -220,55 +263,165 @@ class _Rules:
         return self._add(" ".join(filter(None, parts)))
 
     def _add_parameters(self, schema: Mapping[str, Any]) -> str:
-        properties = schema.get("properties")
-        required = schema.get("required") or ()
-        if not isinstance(properties, Mapping):
-            return ""
-        names = [
-            (self._add_parameter(key, each, schema), key in required)
-            for key, each in properties.items()
-        ]
+        taken = self._list_taken(schema)
+        ways = [self._add_way(way, taken) for way in self._split(schema)]
+        return ways[0] if len(ways) == 1 else f"({' | '.join(map(self._add, ways))})"
+
+    def _add_way(self, way: Arguments, taken: Sequence[str]) -> str:
+        names: list[tuple[str, bool]] = []
+        for key, each in way.named.items():
+            is_needed = key in way.required
+            if self._can_read(key):
+                names.append((self._add_parameter(self._literal_key(key), each, taken), is_needed))
+            elif is_needed:
+                what = f"an argument named {key[:100]!r} cannot be written in this form"
+                raise RefusedError("properties", what)
+        more = self._add_more(way, taken)
         if not self._written.comma:
-            return " ".join(name if needed else f"{name}?" for name, needed in names)
+            parts = [name if needed else f"{name}?" for name, needed in names]
+            return " ".join([*parts, f"{more}*" if more else ""]).strip()
         # In formats with commas the required parameters are written first and the optional ones
         # after them, so that each optional one brings its own comma.
         comma = self._literal(self._written.comma)
         needed = [name for name, is_needed in names if is_needed]
         others = [name for name, is_needed in names if not is_needed]
+        tail = f" ({comma} {more})*" if more else ""
         rest = " ".join(f"({comma} {name})?" for name in others)
         if needed:
-            return f" {comma} ".join(needed) + f" {rest}"
+            return f" {comma} ".join(needed) + f" {rest}{tail}"
         options = [
-            " ".join([name, *(f"({comma} {each})?" for each in others[index + 1 :])])
+            " ".join([name, *(f"({comma} {each})?" for each in others[index + 1 :])]) + tail
             for index, name in enumerate(others)
         ]
+        if more:
+            options.append(f"{more}{tail}")
         return f"({' | '.join(options)})?" if options else ""
 
-    def _add_parameter(self, key: str, schema: Any, whole: Mapping[str, Any]) -> str:
+    def _add_more(self, way: Arguments, taken: Sequence[str]) -> str:
+        """Add the rules of arguments that the schema does not name; return what stands for one of
+        them, or nothing if there are none.
+        """
+        known = "|".join(map(re.escape, [*way.named, *way.forbidden]))
+        unknown = f"/{_NAME}/" + (f" & ~{_slash(known)}" if known else "")
+        rules: list[str] = []
+        for pattern, argument in way.patterns:
+            name = self._add_terminal(f"{unknown} & {_slash(anchor_pattern(pattern))}")
+            rules.append(
+                self._add_parameter(lambda key, n=name: self._around(key, n), argument, taken)
+            )
+            unknown += f" & ~{_slash(anchor_pattern(pattern))}"
+        if way.rest is not None:
+            name = self._add_terminal(unknown)
+            rules.append(self._add_parameter(lambda key: self._around(key, name), way.rest, taken))
+        return f"({' | '.join(rules)})" if rules else ""
+
+    def _can_read(self, name: str) -> bool:
+        """Return True if the name of an argument is read as it is written."""
+        marks = self._written.marks
+        if marks is None:
+            return re.search(r'[\s:{}\[\],"<]', name) is None and bool(name)
+        ends = (*marks.value_opens, marks.close, marks.call_open, *marks.outer)
+        return name == name.strip() and not any(end in name for end in ends)
+
+    def _literal_key(self, name: str) -> Callable[[str], str]:
+        return lambda key: self._literal(key.replace("{key}", name))
+
+    def _around(self, key: str, name: str) -> str:
+        """Return the text before an argument with a terminal in place of its name."""
+        before, _, after = key.partition("{key}")
+        return " ".join(filter(None, [self._literal(before), name, self._literal(after)]))
+
+    def _add_parameter(
+        self, write_key: Callable[[str], str], argument: Argument, taken: Sequence[str]
+    ) -> str:
+        """Add the rule of an argument.
+
+        Args:
+            write_key: returns the terminals of a text before the argument, with its name.
+            argument: what the argument may be.
+            taken: texts that end an argument.
+        """
         written = self._written
         assert written.key is not None
-        is_text = isinstance(schema, Mapping) and schema.get("type") == "string"
-        if not is_text:
-            value = self._write_json(schema, whole)
-            end = self._literal(written.value_end)
-            before = self._literal(written.key.replace("{key}", key))
-            return self._add(" ".join(filter(None, [before, value, end])))
+        options: list[str] = []
+        if argument.other is not False:
+            value, end = self._write_json(argument.other, {}), self._literal(written.value_end)
+            options.append(" ".join(filter(None, [write_key(written.key), value, end])))
         text_key = written.key if written.text_key is None else written.text_key
+        for each in argument.strings:
+            options += [
+                f"{write_key(text_key)} {text}" for text in self._add_texts(each, argument, taken)
+            ]
+        if not options:
+            raise RefusedError("enum", "no value of an argument can be written in this form")
+        return self._add(" | ".join(options))
+
+    def _add_texts(
+        self, constraints: Mapping[str, Any], argument: Argument, taken: Sequence[str]
+    ) -> list[str]:
+        """Return the ways to write a string, each with the mark behind it."""
+        written = self._written
         text_end = written.value_end if written.text_end is None else written.text_end
-        before = self._literal(text_key.replace("{key}", key))
-        choices = schema.get("enum")
-        if isinstance(choices, list) and choices:
-            options = " | ".join(json.dumps(str(each), ensure_ascii=False) for each in choices)
-            return self._add(f"{before} ({options}) {self._literal(text_end)}")
-        end = self._literal(text_end)
-        if end.startswith("<["):
-            return self._add(f"{before} /(.|\\n)*/ {end}")
+        end, is_marked = self._literal(text_end), written.text_key is not None
+        if "enum" in constraints:
+            kinds = None if argument.kinds is None else frozenset(argument.kinds)
+            texts = [
+                text
+                for text in constraints["enum"]
+                if not any(mark in text for mark in taken)
+                and (is_marked or kinds == {"string"} or _is_read_as_text(text, kinds))
+            ]
+            written_texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+            return [f"({written_texts}) {end}"] if texts else []
+        parts = [_slash(_ANY)]
+        low, high = constraints.get("minLength", 0), constraints.get("maxLength", "")
+        if low or high != "":
+            parts.append(_slash(f"(?s:.{{{low},{high}}})"))
+        patterned = [constraints, *constraints.get("allOf", ())]
+        parts += [
+            _slash(anchor_pattern(each["pattern"])) for each in patterned if "pattern" in each
+        ]
+        if "format" in constraints:
+            parts.append(_slash(FORMAT_PATTERNS[constraints["format"]]))
+        parts += [f"~{_slash(pattern)}" for pattern in self._list_refused(argument, taken)]
+        # The terminal holds the text and as much of the mark behind it as is no special token, so
+        # that it ends there and not before.
+        behind, token, rest = end.partition("<[")
+        text = self._add_terminal(f"({' & '.join(parts)}) {behind}".rstrip())
+        return [f"{text} {token}{rest}".rstrip()]
+
+    def _list_refused(self, argument: Argument, taken: Sequence[str]) -> list[str]:
+        """Return patterns of texts that would not be read as they are written."""
+        found: list[str] = []
+        if taken:
+            found.append(f"{_ANY}(?:{'|'.join(map(re.escape, taken))}){_ANY}")
+        written = self._written
+        if written.marks is not None and written.marks.is_on_lines and written.value_end[0] != "\n":
+            found += [rf"\n{_ANY}", rf"{_ANY}\n"]
+        if written.text_key is None:
+            kinds = list(_LOOKS) if argument.kinds is None else argument.kinds
+            looks = [_LOOKS[kind] for kind in kinds if kind in _LOOKS]
+            found += dict.fromkeys(looks)
+            if argument.kinds is None:
+                found.append(rf'\s*"{_ANY}')
+        return found
+
+    def _list_taken(self, schema: Mapping[str, Any]) -> list[str]:
+        """Return the texts that end an argument of a call when it is read."""
+        written, marks = self._written, self._written.marks
+        if marks is None:
+            return [written.value_end if written.text_end is None else written.text_end]
+        openings = [
+            marks.open + name + end for name in list_names(schema) for end in marks.value_opens
+        ]
+        calls = [marks.call_open + name + marks.call_name_end for name in self._tools]
+        return [marks.value_close, *openings, *calls]
+
+    def _add_terminal(self, body: str) -> str:
         self._num += 1
-        text = f"text_{self._num}"
-        pattern = re.escape(text_end.rstrip("\n")).replace("/", "\\/").replace("\\\n", "\\n")
-        self.lines.append(f"{text}[lazy]: /(.|\\n)*{pattern}/")
-        rest = text_end[len(text_end.rstrip("\n")) :]
-        return self._add(f"{before} {text} {self._literal(rest)}".rstrip())
+        name = f"TEXT_{self._num}"
+        self.lines.append(f"{name}: {body}")
+        return name
 
     def _write_json(self, schema: Any, whole: Mapping[str, Any]) -> str:
         if not isinstance(schema, Mapping):
@@ -287,3 +440,14 @@ class _Rules:
         name = f"rule_{self._num}"
         self.lines.append(f"{name}: {body}")
         return name
+
+
+def _slash(pattern: str) -> str:
+    """Return a regular expression as Lark writes it."""
+    escaped = re.sub(r"\\(?s:.)|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern)
+    escaped = escaped.replace("\\\n", "\n").replace("\\\r", "\r")
+    return f"/{escaped}/".replace("\n", "\\n").replace("\r", "\\r")
+
+
+def _is_read_as_text(text: str, kinds: frozenset[str] | None) -> bool:
+    return write_json_value(text, kinds) == json.dumps(text, ensure_ascii=False)

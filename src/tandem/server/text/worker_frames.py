@@ -35,5 +35,8 @@ def answer(work: Callable[[], str]) -> tuple[bool, str]:
         return True, work()
     except MemoryError:
         return False, "out of memory"
+    except ValueError as error:
+        # Its text alone says what is wrong with a client's input.
+        return False, str(error)[:2000]
     except Exception as error:  # noqa: BLE001 - the error text is returned.
         return False, f"{type(error).__name__}: {error}"[:2000]
