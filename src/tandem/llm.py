@@ -35,6 +35,7 @@ from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import TokenLogprob
 from tandem.engine.process.fork_server import ForkServer
 from tandem.server.context import ServerContext
+from tandem.server.defaults import DefaultSampling
 from tandem.server.dialects.chat import plan_chat
 from tandem.server.dialects.completions import plan_completion
 from tandem.server.dialects.dialect import Task
@@ -251,7 +252,11 @@ class LLM:
         await self._opened.enter_async_context(app.router.lifespan_context(app))
         await engine.wait_ready()
         self._app = app
-        return app.state.context
+        context: ServerContext = app.state.context
+        # Programs work on samples and their probabilities, which no server's habits may narrow.
+        own = context.defaults.own
+        context.defaults = DefaultSampling(own, own, own)
+        return context
 
     async def _close(self) -> None:
         # Running calls are awaited before the engine closes, so that their requests are cancelled

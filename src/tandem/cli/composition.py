@@ -31,8 +31,8 @@ from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.tokenizing.tokenizer import Tokenizer, load_tokenizer
 from tandem.rpc.wire.endpoint import parse_endpoint
 from tandem.server.api.names import find_names
-from tandem.server.api.sampling import load_sampling_defaults
 from tandem.server.app import build_app
+from tandem.server.defaults import load_sampling_defaults
 from tandem.server.lifecycle import Lifecycle
 from tandem.transfer.config import TransferConfig
 

@@ -29,7 +29,6 @@ from tandem.server.api.explain import collect_timeline
 from tandem.server.api.names import find_names
 from tandem.server.api.openapi import Handler
 from tandem.server.api.prompts import PromptEncoder
-from tandem.server.api.sampling import SamplingDefaults
 from tandem.server.batches.worker import work_on_batches
 from tandem.server.config import (
     ServerConfig,
@@ -39,6 +38,7 @@ from tandem.server.config import (
     load_terms,
 )
 from tandem.server.context import ServerContext
+from tandem.server.defaults import NEUTRAL, DefaultSampling
 from tandem.server.dialects.vectors.embeddings import read_pooling
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
 from tandem.server.edge.auth import ADMIN_PATHS, ApiKeyGate
@@ -78,7 +78,7 @@ def build_app(
     model: str,
     *,
     folder: Path | None = None,
-    defaults: SamplingDefaults | None = None,
+    defaults: DefaultSampling | None = None,
     adapter_folder: Path | None = None,
     read_store: Callable[[], StoreStatus] | None = None,
     lifecycle: Lifecycle | None = None,
@@ -91,7 +91,7 @@ def build_app(
         tokenizer: tokenizer of the engine's model.
         model: the user's name for it, a folder or a hub id; see ``names.find_names``.
         folder: folder of the model's files; None: there is none.
-        defaults: sampling defaults of the checkpoint (``sampling.load_sampling_defaults``).
+        defaults: sampling values of requests that name none; None: the neutral ones.
         adapter_folder: folder from which adapters may be loaded while serving; None: none may.
         read_store: returns the state of the server's own store; None: there is none.
         lifecycle: lifecycle that is shared with other models' applications; None: a new one.
@@ -111,7 +111,7 @@ def build_app(
         engine=engine,
         encoder=_make_encoder(config, tokenizer),
         models=models,
-        defaults=defaults if defaults is not None else SamplingDefaults(),
+        defaults=defaults if defaults is not None else NEUTRAL,
         metrics=metrics,
         lifecycle=Lifecycle(metrics) if lifecycle is None else lifecycle,
         timelines=TimelineRing(config.timelines),

@@ -123,6 +123,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="Chat tokens if a request names no limit; unset: what fits."),
     ] = None
+    cut_max_tokens: Annotated[
+        bool,
+        Meta(
+            description="Reduce a request's limit of tokens to what its context leaves, as "
+            "llama.cpp and Ollama do; false: refuse a limit that does not fit."
+        ),
+    ] = True
     tokenizer_threads: Annotated[
         int, Meta(ge=1, le=64, description="Threads that tokenize and render chat templates.")
     ] = 2

@@ -38,10 +38,11 @@ from tandem.server.api.grammars import GrammarCompiler
 from tandem.server.api.kept_responses import KeptResponses
 from tandem.server.api.names import ModelNames
 from tandem.server.api.prompts import PromptEncoder
-from tandem.server.api.sampling import SamplingDefaults, derive_seed
+from tandem.server.api.sampling import derive_seed
 from tandem.server.batches.worker import BatchWorker
 from tandem.server.clients import BATCHES, current_client
 from tandem.server.config import ServerConfig
+from tandem.server.defaults import DefaultSampling
 from tandem.server.edge.auth import identify_owner
 from tandem.server.edge.connection import limit_time, read_body, run_while_connected
 from tandem.server.engine import EngineClient
@@ -153,7 +154,7 @@ class ServerContext:
     engine: EngineClient
     encoder: PromptEncoder
     models: ModelNames
-    defaults: SamplingDefaults
+    defaults: DefaultSampling
     metrics: ServerMetrics
     lifecycle: Lifecycle
     timelines: TimelineRing

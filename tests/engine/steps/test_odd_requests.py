@@ -22,7 +22,8 @@ from tandem.engine.adapters import AdapterTable
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
 from tandem.models.config import ModelConfig
-from tandem.server.api.sampling import SamplingDefaults, make_sampling
+from tandem.server.api.sampling import make_sampling
+from tandem.server.defaults import SamplingDefaults
 from tandem.server.protocol.openai import CompletionRequest
 
 PROMPTS = {"greedy": [(7 * i) % 300 + 5 for i in range(40)], "drawn": [9, 8, 7, 6]}

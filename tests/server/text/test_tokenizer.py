@@ -7,7 +7,7 @@ from vocabularies import CHAT_TEMPLATE, make_byte_level_tokenizer
 
 from tandem.core.errors import ConfigError, TandemError
 from tandem.models.tokenizing.tokenizer import load_tokenizer
-from tandem.server.api.sampling import SamplingDefaults, choice_seed, load_sampling_defaults
+from tandem.server.api.sampling import choice_seed
 
 TEXT = "the cat, 世界 😀\n<|im_end|>"
 
@@ -108,31 +108,6 @@ def test_a_broken_folder_is_named(folder, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     with pytest.raises(TandemError, match=empty.name):
         load_tokenizer(empty)
-
-
-def test_sampling_defaults(tmp_path):
-    assert load_sampling_defaults(tmp_path) == SamplingDefaults()
-    write(tmp_path, "generation_config.json", temperature=0.6, top_k=20, eos_token_id=[1, 2])
-    assert load_sampling_defaults(tmp_path) == SamplingDefaults(temperature=0.6, top_k=20)
-    write(tmp_path, "generation_config.json", temperature=-1)
-    with pytest.raises(ConfigError, match=r"generation_config\.json"):
-        load_sampling_defaults(tmp_path)
-
-
-def test_the_request_overrides_the_checkpoint_and_it_the_neutral_value(tokenizer):
-    from fake_engine import FakeEngine, make_info
-    from serving import LiveServers
-
-    from tandem.server import app, context
-
-    assert app is not None
-    with LiveServers(tokenizer) as servers:
-        live = servers.start(FakeEngine(info=make_info(tokenizer.vocab_size)))
-        shared: context.ServerContext = live.app.state.context
-        shared.defaults = SamplingDefaults(temperature=0.6, top_p=0.9)
-        live.post("/v1/completions", {"prompt": "a", "temperature": 0})
-        sampling = live.engine.requests[0].sampling
-        assert (sampling.temperature, sampling.top_p, sampling.min_p) == (0.0, 0.9, 0.0)
 
 
 def test_seeds_of_choices_differ_and_repeat():

@@ -72,10 +72,10 @@ async def show_model(context: ServerContext, http: Request) -> Response:
         capabilities.append("thinking")
     if has_middle_tokens(encoder.tokenizer):
         capabilities.append("insert")
-    recommended = msgspec.to_builtins(context.defaults)
+    recommended = context.defaults.ollama.list_values()
     family = info.architecture
     reply = ShowReply(
-        parameters="\n".join(f"{k} {v}" for k, v in recommended.items() if v is not None),
+        parameters="\n".join(f"{k} {v}" for k, v in recommended.items()),
         template=encoder.template_source or "",
         details=_describe_details(info),
         model_info={

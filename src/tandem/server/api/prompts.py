@@ -81,6 +81,7 @@ def fit_max_tokens(
     max_model_len: int,
     prompt_field: str,
     max_field: str,
+    is_cut: bool = True,
 ) -> int:
     """Return the largest number of tokens to generate.
 
@@ -91,9 +92,11 @@ def fit_max_tokens(
         max_model_len: largest number of prompt and output tokens.
         prompt_field: name of the prompt's field, for errors.
         max_field: name of the limit's field, for errors.
+        is_cut: True if an ``asked`` that does not fit is reduced to what does.
 
     Raises:
-        ConfigError: the prompt leaves no room for a token, or ``asked`` does not fit.
+        ConfigError: the prompt leaves no room for a token, or ``asked`` does not fit
+            and is not reduced.
     """
     if prompt_len == 0:
         raise ConfigError(
@@ -110,6 +113,8 @@ def fit_max_tokens(
         )
     if asked is None:
         return room if default is None else min(default, room)
+    if asked > room and is_cut:
+        return room
     if asked > room:
         raise ConfigError(
             "server.fit_max_tokens",

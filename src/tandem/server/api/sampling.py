@@ -1,29 +1,21 @@
 """Conversion of request fields to the engine's ``SamplingParams``.
 
-Defaults come, in this order, from the request, the checkpoint's ``generation_config.json`` and the
-neutral value. ``do_sample`` of that file is ignored: it is a default of transformers' own
-generation loop, and it would make equal requests give surprisingly different answers.
+Values come, in this order, from the request, the defaults of its kind (``server/defaults.py``) and
+the neutral value.
 """
 
 import hashlib
-import json
-from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
-
-import msgspec
-from msgspec import Meta
+from typing import Protocol, TypeVar
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.wire import SamplingParams
-from tandem.server.protocol import fields
+from tandem.server.defaults import SamplingDefaults
 
 __all__ = [
-    "SamplingDefaults",
     "SamplingSource",
     "check_best_of",
     "choice_seed",
     "derive_seed",
-    "load_sampling_defaults",
     "make_sampling",
 ]
 
@@ -31,16 +23,6 @@ _T = TypeVar("_T")
 
 _SMALLEST_TOP_P = 1e-9
 """Stands for 0, which clients send for the likeliest token alone."""
-
-
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling values that the checkpoint's authors recommend; None where there is none."""
-
-    temperature: fields.Temperature | None = None
-    top_p: fields.TopP | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: fields.MinP | None = None
-    repetition_penalty: fields.RepetitionPenalty | None = None
 
 
 class SamplingSource(Protocol):
@@ -58,22 +40,6 @@ class SamplingSource(Protocol):
     logit_bias: dict[int, float] | None
     stop_token_ids: list[int] | None
     ignore_eos: bool | None
-
-
-def load_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Read ``generation_config.json`` of a checkpoint; without the file, there are no
-    recommendations.
-
-    Raises:
-        ConfigError: the file is not JSON, or a value is out of bounds.
-    """
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return SamplingDefaults()
-    try:
-        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), SamplingDefaults)
-    except (OSError, ValueError) as error:
-        raise ConfigError("sampling.load_defaults", f"{path}: {error}") from error
 
 
 def make_sampling(

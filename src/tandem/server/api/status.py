@@ -99,6 +99,7 @@ def _make_card(context: ServerContext, model: ServedModel) -> ModelCard:
         root=context.models.root if adapter is None else adapter.folder,
         parent=None if adapter is None else context.models.first,
         max_model_len=info.max_model_len if info is not None else None,
+        default_sampling=context.defaults.chat.list_values(),
     )
 
 
@@ -123,13 +124,12 @@ async def get_model(context: ServerContext, http: Request) -> Response:
 async def get_model_info(context: ServerContext, _: Request) -> Response:
     """Describe the model in SGLang's form; SGLang's frontend reads ``model_path``."""
     info = context.ready_info()
-    recommended = msgspec.to_builtins(context.defaults)
     return _answer(
         ModelInfo(
             model_path=context.models.root,
             tokenizer_path=context.models.root,
             served_model_name=context.models.first,
-            preferred_sampling_params={k: v for k, v in recommended.items() if v is not None},
+            preferred_sampling_params=context.defaults.own.list_values(),
             model_type=info.architecture,
             max_model_len=info.max_model_len,
             num_parameters=info.num_parameters,

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.server.context import ChoicePlan, ServedModel, ServerContext
+from tandem.server.defaults import SamplingDefaults
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.openai_answer import OpenAIAnswer
 from tandem.server.dialects.options import (
@@ -267,7 +268,10 @@ def _find_message_end(
 
 
 def plan_conversation(
-    context: ServerContext, request: ChatRequest, limit: TokenLimit | None = None
+    context: ServerContext,
+    request: ChatRequest,
+    limit: TokenLimit | None = None,
+    defaults: SamplingDefaults | None = None,
 ) -> tuple[ServedModel, list[ChoicePlan]]:
     """Return the model that a request asks for, and its generations; used by all chat APIs.
 
@@ -275,6 +279,7 @@ def plan_conversation(
         context: context of the server.
         request: request in the form of chat completions.
         limit: limit of the answer's tokens; None: that of the request.
+        defaults: sampling values where the request names none; None: those of conversations.
     """
     _check(request)
     model = context.find_model(request.model)
@@ -292,6 +297,7 @@ def plan_conversation(
         prompt_logprobs=request.prompt_logprobs,
         parsing=plan_parsing(context.encoder, request, prompt, tools),
         grammar=plan_grammar(context, request, prompt, tools),
+        defaults=defaults,
     )
     if context.ready_info().num_state_slots:
         message_end = _find_message_end(context, request, conversation)

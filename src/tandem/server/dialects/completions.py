@@ -172,6 +172,8 @@ def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
         logprobs=request.logprobs,
         prompt_logprobs=_count_prompt_logprobs(request),
         grammar=grammar,
+        # Log-probabilities are those of the distribution that is sampled from.
+        defaults=None if _is_read(request) else context.defaults.own,
     )
     options = read_options(request, "cmpl", model)
     answer = _Answer(
@@ -185,6 +187,11 @@ def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
         [False for _ in plans],
     )
     return Task(plans, options, answer, request.stream is True)
+
+
+def _is_read(request: CompletionRequest) -> bool:
+    """Return True if somebody reads the texts, and no program works on their probabilities."""
+    return request.logprobs is None and request.prompt_logprobs is None
 
 
 def _count_prompt_logprobs(request: CompletionRequest) -> int | None:

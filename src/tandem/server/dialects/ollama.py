@@ -269,6 +269,7 @@ def _plan_generate(context: ServerContext, request: OllamaGenerateRequest) -> Ta
         prompt_field="prompt",
         logprobs=_num_logprobs(request),
         grammar=grammar,
+        defaults=context.defaults.ollama,
     )
     return _make_task(context, request, chat, model, plans, is_chat=False)
 
@@ -281,7 +282,9 @@ def _plan(
     *,
     is_chat: bool,
 ) -> Task:
-    _, plans = plan_conversation(context, chat, _read_limit(request))
+    _, plans = plan_conversation(
+        context, chat, _read_limit(request), defaults=context.defaults.ollama
+    )
     return _make_task(context, request, chat, model, plans, is_chat=is_chat)
 
 

@@ -18,6 +18,7 @@ from tandem.server.context import (
     ServerContext,
     TextOptions,
 )
+from tandem.server.defaults import SamplingDefaults
 from tandem.server.dialects.parsing import Parsing
 from tandem.server.protocol.openai import SamplingFields
 from tandem.server.text.stop_strings import StopStrings
@@ -113,9 +114,11 @@ def plan_choices(
     prompt_logprobs: int | None = None,
     parsing: Parsing | None = None,
     grammar: str = "",
+    defaults: SamplingDefaults | None = None,
 ) -> list[ChoicePlan]:
     """Return the plans of ``n`` generations for each prompt, those of one prompt next to each
-    other.
+    other. ``defaults`` are sampling values where the request names none; None: those of
+    conversations.
 
     Raises:
         ConfigError: a prompt or limit beyond the context, or a token id beyond the vocabulary.
@@ -137,11 +140,12 @@ def plan_choices(
             max_model_len=info.max_model_len,
             prompt_field=prompt_field,
             max_field=limit.field,
+            is_cut=context.config.cut_max_tokens,
         )
         for choice in range(n):
             sampling = make_sampling(
                 request,
-                context.defaults,
+                context.defaults.chat if defaults is None else defaults,
                 vocab_size=info.vocab_size,
                 max_tokens=max_tokens,
                 min_tokens=request.min_tokens,

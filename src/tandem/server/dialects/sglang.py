@@ -244,6 +244,7 @@ def _plan(
             max_model_len=info.max_model_len,
             prompt_field=prompt_field,
             max_field=f"{prefix}max_new_tokens",
+            is_cut=context.config.cut_max_tokens,
         )
         num_top = (tops[index] or 0) if wants[index] is True else None
         start = starts[index]
@@ -261,7 +262,7 @@ def _plan(
         for choice in range(sampling.n if sampling.n is not None else 1):
             params = make_sampling(
                 sampling,
-                context.defaults,
+                context.defaults.own,
                 vocab_size=info.vocab_size,
                 max_tokens=max_tokens,
                 min_tokens=sampling.min_new_tokens,

@@ -434,6 +434,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     parent: str | None = None
     """Name of the model to which an adapter belongs; None for a model."""
     max_model_len: int | None
+    default_sampling: dict[str, float] = {}
+    """Values of sampling where a conversation names none, by the names of its fields."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

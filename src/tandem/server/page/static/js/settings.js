@@ -33,7 +33,7 @@ export function makeSettings() {
 
 let models = [];
 
-/** Read what can be asked for, and which sampling the checkpoint recommends. */
+/** Read what can be asked for, and the sampling that holds where a chat sets none. */
 export async function loadSettings() {
   const { data } = await askJson("/v1/models");
   const chosen = at("model").value;
@@ -46,12 +46,6 @@ export async function loadSettings() {
   );
   if (data.some(({ id }) => id === chosen)) at("model").value = chosen;
   describeModel();
-  const { preferred_sampling_params: preferred } = await askJson("/model_info");
-  for (const { name, unset } of CONTROLS) {
-    const value = preferred[name];
-    at(`sampling-${name}`).placeholder =
-      value === undefined || value === null ? (unset ?? "default") : String(value);
-  }
 }
 
 function describeModel() {
@@ -60,6 +54,10 @@ function describeModel() {
   at("model-note").textContent = length
     ? `Up to ${length.toLocaleString("en")} tokens, prompt and answer together.`
     : "";
+  for (const { name, unset } of CONTROLS) {
+    const value = model?.default_sampling?.[name];
+    at(`sampling-${name}`).placeholder = value === undefined ? (unset ?? "default") : String(value);
+  }
 }
 
 /** Return the fields of a request; throws a sentence if one is wrong. */
