@@ -39,7 +39,7 @@ COMMANDS = {
     ),
     "pull": _Entry(
         "tandem.cli.commands.pull:pull",
-        "Download a model through huggingface_hub; an interrupted download resumes.",
+        "Download a model; a download that was stopped continues.",
     ),
     "plan": _Entry(
         "tandem.cli.commands.plan:plan",

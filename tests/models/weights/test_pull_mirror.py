@@ -1,7 +1,8 @@
-"""Goal: `tandem pull` works through a mirror, resumes what was cut off, and obeys offline mode.
+"""Goal: `tandem pull` works through a mirror, in each process continues what one before it began,
+and obeys offline mode.
 
 Method: a small hub on loopback serves a made-up repository; it breaks the first download of the
-weights off in the middle and records which ranges were asked for.
+weights off in the middle, refuses the next, and records which ranges were asked for.
 """
 
 import hashlib
@@ -21,8 +22,7 @@ REPO = "someone/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "qwen3"}',
-    # 41 MB: the library writes, and so resumes, by chunks of 10 MB.
-    "model.safetensors": bytes(range(256)) * 160_000,
+    "model.safetensors": bytes(range(256)) * 40_000,
     "pytorch_model.bin": b"never fetched",
 }
 
@@ -32,7 +32,8 @@ class Mirror(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.cuts_left = 1
+        self.is_cut = True
+        """Whether the weights end in the middle, and are refused from then on."""
         self.gets: list[tuple[str, int]] = []
 
     @property
@@ -82,6 +83,9 @@ class Handler(BaseHTTPRequestHandler):
         if body is None:
             self.send_error(404)
             return
+        if sends_body and self.server.is_cut and self.server.gets:
+            self.send_error(503)
+            return
         match = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
         start = int(match.group(1)) if match else 0
         self.send_response(206 if match else 200)
@@ -95,8 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         if not sends_body:
             return
         self.server.gets.append((name, start))
-        if name == "model.safetensors" and self.server.cuts_left:
-            self.server.cuts_left -= 1
+        if name == "model.safetensors" and self.server.is_cut:
             self.wfile.write(body[start : start + len(body) // 2])
             self.wfile.flush()
             self.connection.close()
@@ -135,16 +138,17 @@ def pull(home: Path, **environment: str) -> subprocess.CompletedProcess:
 
 def test_pull_through_a_mirror_resumes_and_works_offline_afterwards(mirror, tmp_path):
     result = pull(tmp_path, HF_ENDPOINT=mirror.url)
-    if result.returncode != 0:  # The library gave up at the cut; the person tries again.
-        assert result.stderr.startswith("tandem: "), result.stderr
-        result = pull(tmp_path, HF_ENDPOINT=mirror.url)
+    assert result.returncode == 1
+    assert result.stderr.startswith("tandem: [models.download]"), result.stderr
+    assert "try again, it resumes" in result.stderr
+    mirror.is_cut = False
+    result = pull(tmp_path, HF_ENDPOINT=mirror.url)
     assert result.returncode == 0, result.stderr
     folder = Path(json.loads(result.stdout)["folder"])
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     assert not (folder / "pytorch_model.bin").exists()
     starts = [start for name, start in mirror.gets if name == "model.safetensors"]
-    assert starts[0] == 0
-    assert starts[-1] > 0, f"the second request continues where the first was cut: {starts}"
+    assert starts == [0, len(FILES["model.safetensors"]) // 2]
     # All is there: nothing is fetched again, and offline it is found.
     count = len(mirror.gets)
     again = pull(tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1")

