@@ -12,9 +12,11 @@ import pytest
 import yaml
 from command_tree import COMMANDS as ALL
 
-from tandem.cli.commands.serve import _announce
+from tandem.cli.commands.serve import _Announcer
+from tandem.cli.config import Config
 from tandem.cli.main import COMMANDS
 from tandem.cli.simulating import record
+from tandem.server.config import ServerConfig
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster" / "cluster.yaml"
 
@@ -126,22 +128,42 @@ def test_with_json_there_is_one_document_and_nothing_else(run, workplace, line):
 
 
 def test_a_server_names_the_client_that_reaches_it(capsys):
-    info = SimpleNamespace(plan=[], rejected=[], load_seconds=1.0, model="demo")
+    plan = [
+        ("model", "/models/demo", "Qwen3MoeForCausalLM"),
+        ("weights", "15 MiB", "7 parameters"),
+        ("dtype", "bfloat16", "as stored"),
+        ("context", "2048 tokens", "the model's own"),
+        ("KV cache", "64 blocks", "twice"),
+        ("requests", "64 running", ""),
+        ("speed", "9 tokens/s", "predicted for one user"),
+    ]
+    info = SimpleNamespace(plan=plan, rejected=[], load_seconds=1.0, model="demo")
 
-    async def announce():
+    async def announce(**settings):
         async def wait_ready():
             return info
 
         cluster = SimpleNamespace(wait_ready=wait_ready, instances=[SimpleNamespace(name="a")])
         started = asyncio.get_running_loop().create_future()
         started.set_result(SimpleNamespace(url="http://127.0.0.1:9"))
-        await _announce(cluster, started, json=False, with_rejected=False)
+        config = Config(server=ServerConfig(**settings))
+        announcer = _Announcer(config, is_verbose=False, with_rejected=False)
+        await announcer.announce(cluster, started, json=False)
 
     asyncio.run(announce())
     told = capsys.readouterr()
-    assert told.out.endswith("Serving demo at http://127.0.0.1:9\n")
+    assert told.out.splitlines() == [
+        "model    demo, Qwen3MoeForCausalLM, bfloat16",
+        "memory   15 MiB of weights, KV cache of 64 blocks",
+        "context  2048 tokens, 64 running",
+        "speed    9 tokens/s, predicted",
+        "Serving demo at http://127.0.0.1:9",
+    ]
     last = "next: tandem chat --url http://127.0.0.1:9, or open that address in a browser\n"
     assert told.err == last
+    asyncio.run(announce(api_key=("secret",)))
+    told = capsys.readouterr()
+    assert told.err == "next: tandem chat --url http://127.0.0.1:9 --api-key KEY\n"
 
 
 def test_a_model_that_is_known_by_name_is_planned_without_a_download(run, monkeypatch):

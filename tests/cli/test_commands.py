@@ -97,7 +97,7 @@ def test_plan_reports_rule_by_module_and_unused_rules(run, tmp_path):
         (("serve",), ["model"]),
         (("bench", "nope"), ["nope", "engine"]),
         (("bench", "engine", "--with-peers"), ["no peers for engine"]),
-        (("generate", "demo"), ["prompt"]),
+        (("generate", "demo", "-p", "x", "--file", "y"), ["prompt"]),
         (("pull", "not an id"), ["not an id"]),
         (("config", "show", "--config", "/nonexistent.yaml"), ["/nonexistent.yaml"]),
     ],

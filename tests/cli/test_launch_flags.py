@@ -1,4 +1,6 @@
-"""Goal: launch lines of SGLang and KTransformers start `tandem serve`, or are told why not."""
+"""Goal: launch lines of SGLang, KTransformers, llama-server and vLLM start `tandem serve`, or are
+told why not.
+"""
 
 import json
 import shlex
@@ -6,7 +8,7 @@ import shlex
 import pytest
 
 from tandem.cli.config import Config, load_config
-from tandem.cli.launch_flags import LAUNCH_FLAGS, translate
+from tandem.cli.flags.launch_flags import LAUNCH_FLAGS, translate
 from tandem.core.config import list_fields
 from tandem.core.errors import ConfigError
 
@@ -121,3 +123,64 @@ def test_every_flag_of_the_seeds_is_known_and_every_target_a_setting():
         assert flag.kind != "mapped" or flag.target in paths, flag
         assert not ours & set(flag.names), flag
         assert len(flag.target) > 8
+
+
+def test_lines_of_llama_server_and_vllm_mean_their_settings(tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    cases = [
+        (
+            [
+                *(("--model", "demo"), ("--ctx-size", "4k"), ("--threads", "2"), ("--jinja", True)),
+                *(("--alias", "gpt"), ("--parallel", "8"), ("--cache-type-k", "q8_0")),
+                *(("--n-gpu-layers", "0"), ("--override-tensor", "exps=CPU"), ("--cpu-moe", True)),
+                ("--chat-template", str(template)),
+            ],
+            {
+                "model.path": "demo",
+                "engine.max_model_len": 4096,
+                "engine.threads": 2,
+                "server.served_model_name": ("gpt",),
+                "engine.max_running": 8,
+                "engine.kv_dtype": "int8",
+                "server.chat_template": str(template),
+            },
+        ),
+        (
+            [
+                *(("--dtype", "Half"), ("--max-num-seqs", "16"), ("--kv-cache-dtype", "fp8")),
+                *(("--gpu-memory-utilization", "0.9"), ("--enable-auto-tool-choice", True)),
+                *(("--lora-modules", "a=/x"), ("--seed", "1"), ("--device", "auto")),
+            ],
+            {
+                "model.dtype": "bfloat16",
+                "engine.max_running": 16,
+                "engine.kv_dtype": "fp8",
+                "model.adapter": ("a=/x",),
+                "model.device": "cpu",
+            },
+        ),
+        (
+            [("--ctx-size", "0"), ("--threads", "-1")],
+            {"engine.max_model_len": 0, "engine.threads": 0},
+        ),
+    ]
+    for flags, expected in cases:
+        found = translate(given(*flags), model=None)
+        config = load_config(None, {}, foreign=found.settings).config
+        for path, value in expected.items():
+            section, name = path.split(".")
+            assert getattr(getattr(config, section), name) == value, path
+    with pytest.raises(ConfigError, match=r"--model\.device cuda"):
+        translate(given(("--n-gpu-layers", "99")), model=None)
+    with pytest.raises(ConfigError, match="one type"):
+        translate(given(("--cache-type-k", "q8_0"), ("--cache-type-v", "f16")), model=None)
+    with pytest.raises(ConfigError, match="same setting"):
+        translate(given(("--context-length", "1"), ("--ctx-size", "2")), model=None)
+
+
+def test_short_flags_of_llama_server_are_parsed(run):
+    words = ("-m", "demo", "-c", "1k", "-t", "1", "-ngl", "0", "-np", "2", "--dry-run", "--json")
+    status, out, errors = run("serve", *words)
+    assert status == 0, errors
+    assert "1024" in out

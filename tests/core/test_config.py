@@ -1,5 +1,6 @@
 """Layers of configuration, their origins, and errors that name the place."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,7 +10,15 @@ import pytest
 import yaml
 from msgspec import Meta
 
-from tandem.core.config import list_fields, mask_secrets, parse_yaml, resolve_config
+from tandem.core.config import (
+    SIZE_PATTERN,
+    list_fields,
+    list_strange_variables,
+    mask_secrets,
+    parse_size,
+    parse_yaml,
+    resolve_config,
+)
 from tandem.core.errors import ConfigError
 
 
@@ -123,3 +132,35 @@ def test_fields_know_their_names_and_secrets_stay_hidden():
     shown = {field.path: value for field, value in mask_secrets(list(fields.values()), config)}
     assert shown["key"] == "***"
     assert shown["inner.block_size"] == 64
+
+
+def test_texts_of_people_are_read():
+    """Counts and sizes with units, choices and truth values in capitals."""
+    cases = [
+        ("inner.block_size", "4k", 4096),
+        ("inner.block_size", "32K", 32768),
+        ("inner.limit", "1.5M", 1572864),
+        ("inner.limit", "10MB", 10_000_000),
+        ("inner.limit", "10 MiB", 10 << 20),
+        ("inner.order", "B", "b"),
+        ("inner.flag", "TRUE", True),
+        ("inner.flag", "off", False),
+        ("inner.names", "4k", ("4k",)),
+    ]
+    for path, text, expected in cases:
+        config = resolve_config(Outer, flags={path: ("--flag", text)}).config
+        assert getattr(config.inner, path.partition(".")[2]) == expected, text
+    for text in ("4q", "k", "4kk"):
+        with pytest.raises(ConfigError, match="block_size"):
+            resolve_config(Outer, flags={"inner.block_size": ("--flag", text)})
+    sizes = {"16GiB": 16 << 30, "16g": 16 << 30, "16 GB": 16 * 10**9, "1.5kib": 1536, "7": None}
+    for text, size in sizes.items():
+        assert bool(re.search(SIZE_PATTERN, text)) == (size is not None)
+        if size is not None:
+            assert parse_size(text) == size
+    assert parse_size("") == 0
+
+
+def test_variables_that_name_nothing_are_found():
+    environment = {"TANDEM_PORT": "1", "TANDEM_SERVER__PORT": "2", "TANDEM_MAX_ISA": "avx2"}
+    assert list_strange_variables(environment) == ["TANDEM_PORT"]

@@ -81,7 +81,18 @@ def check_model(settings: Config) -> CheckedModel:
     else:
         settings.cluster.require_pairs()
     folder, sources = check_files(settings)
-    return CheckedModel(folder, load_tokenizer(folder), sources)
+    tokenizer = load_tokenizer(folder)
+    if settings.server.chat_template:
+        tokenizer.chat_template = _read_template(settings.server.chat_template)
+    return CheckedModel(folder, tokenizer, sources)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        what = f"chat template {path!r}: {error}: give a file of jinja"
+        raise ConfigError("cli.serve", what, field="server.chat_template") from error
 
 
 def check_files(settings: Config) -> tuple[Path, tuple[AdapterSource, ...]]:

@@ -20,6 +20,7 @@ from tandem.core.config import (
     ConfigField,
     Resolved,
     list_fields,
+    list_strange_variables,
     read_environment,
     resolve_config,
 )
@@ -183,7 +184,10 @@ def load_config(
         given[path] = (flag, value)
     if model is not None:
         given["model.path"] = ("MODEL", model)
-    return resolve_config(Config, file=file, environment=read_environment(), flags=given)
+    environment = read_environment()
+    for name in list_strange_variables(environment):
+        sys.stderr.write(f"tandem: variable {name} is none of a setting: TANDEM_SECTION__NAME is\n")
+    return resolve_config(Config, file=file, environment=environment, flags=given)
 
 
 def find_flag(path: str) -> str | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
 from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.integrations.deploying.processes import merge_settings
-from tandem.server.config import ACCESS_LOGGER
+from tandem.server.config import configure_access_log
 from tandem.server.hub.config import HostedSpec, load_hub_file
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ def serve_models(
         )
     require_serve()
     configure_logging("server", log_level, log_format)
-    is_logged = settings.server.access_log
-    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
+    configure_access_log(settings.server, log_level)
     raise_limit()
     asyncio.run(_serve(settings, log_level, log_format, json=json))
 

@@ -4,11 +4,12 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, MutableMapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 import typer.core
 
+from tandem import __version__
 from tandem.cli.extras import describe_missing
 from tandem.cli.interrupts import STATUS, end_interrupted, handle_interrupts
 from tandem.core.errors import TandemError
@@ -32,15 +33,19 @@ COMMANDS = {
     "serve": _Entry("tandem.cli.commands.serve:serve", "Serve a model over HTTP."),
     "chat": _Entry(
         "tandem.cli.asking.chat:chat",
-        "Talk to a model; every answer is followed by its prompt and eval rates.",
+        "Talk to a model; every answer is followed by its rates.",
     ),
     "generate": _Entry(
         "tandem.cli.asking.generate:generate", "Write how the model continues a prompt."
     ),
     "pull": _Entry(
-        "tandem.cli.commands.pull:pull",
+        "tandem.cli.keeping.pull:pull",
         "Download a model; a download that was stopped continues.",
     ),
+    "list": _Entry("tandem.cli.keeping.kept:list_models", "List the models that were pulled."),
+    "show": _Entry("tandem.cli.keeping.kept:show", "Describe a model by its files."),
+    "rm": _Entry("tandem.cli.keeping.kept:remove", "Delete a model that was pulled."),
+    "ps": _Entry("tandem.cli.keeping.running:ps", "List the models of a running server."),
     "plan": _Entry(
         "tandem.cli.commands.plan:plan",
         "Tell what serving a model is here and why; or place it on another machine (--hardware).",
@@ -96,6 +101,29 @@ COMMANDS = {
 }
 """Commands by name, in the order of the list."""
 
+SAME = {"run": "chat"}
+"""Commands by another name that people know."""
+
+MEANT = {
+    **dict.fromkeys(("train", "tune", "fine-tune", "lora", "sft", "dpo"), "finetune"),
+    **dict.fromkeys(("quantize", "quantise", "quant"), "convert"),
+    "merge": "export",
+    **dict.fromkeys(("start", "server", "api", "api-server", "launch"), "serve"),
+    **dict.fromkeys(("download", "get", "fetch"), "pull"),
+    **dict.fromkeys(("models", "ls", "tags"), "list"),
+    **dict.fromkeys(("delete", "remove", "del"), "rm"),
+    **dict.fromkeys(("cli", "ask", "prompt", "talk"), "chat"),
+    **dict.fromkeys(("complete", "completion", "run-batch"), "generate"),
+    **dict.fromkeys(("benchmark", "llama-bench", "perf"), "bench"),
+    **dict.fromkeys(("perplexity", "evaluate", "score", "lm-eval"), "eval"),
+    **dict.fromkeys(("env", "check", "info", "collect-env"), "doctor"),
+    **dict.fromkeys(("settings", "configure"), "config"),
+    **dict.fromkeys(("simulate", "simulator"), "sim"),
+    **dict.fromkeys(("trace", "timeline", "why"), "explain"),
+    "stop": "ps",
+}
+"""The command that is meant by a word of another program."""
+
 UsageError: Any = typer.BadParameter.__mro__[1]
 """Base class of the parser's errors in typer, which are click's or those of a copy of click."""
 
@@ -150,7 +178,21 @@ class _Commands(typer.core.TyperGroup):
         return typer.core.TyperCommand(cmd_name, help=entry.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        """Return the command that is called, after importing it."""
+        """Return the command that is called, after importing it.
+
+        ``help`` is ``--help`` of the command that follows it.
+        """
+        first = str(args[0])
+        if first == "help":
+            if len(args) == 1:
+                sys.stdout.write(ctx.get_help() + "\n")
+                ctx.exit()
+            args = [*args[1:], "--help"]
+        elif first not in COMMANDS and (meant := SAME.get(first) or MEANT.get(first)) is not None:
+            if first in MEANT:
+                what = f"No such command {first!r}. Did you mean {meant!r}?"
+                raise UsageError(what, ctx)
+            args = [meant, *args[1:]]
         name, listed, rest = super().resolve_command(ctx, args)
         if listed is None or listed.name is None:
             return name, None, rest
@@ -173,9 +215,23 @@ app = typer.Typer(
 )
 
 
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        sys.stdout.write(f"tandem {__version__}\n")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", help="Print the version.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
     """Do nothing: a callback makes typer treat the application as a group of commands."""
+    del version
 
 
 def main() -> None:

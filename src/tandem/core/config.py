@@ -10,6 +10,7 @@ project that reads the environment.
 import difflib
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ __all__ = [
     "let_idle_threads_sleep",
     "list_fields",
     "list_library_caps",
+    "list_strange_variables",
     "mask_secrets",
     "parse_size",
     "parse_yaml",
@@ -46,13 +48,27 @@ __all__ = [
     "set_library_variables",
 ]
 
-SIZE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-SIZE_PATTERN = r"^(\d+(\.\d+)? ?(B|KiB|MiB|GiB|TiB))?$"
-"""Pattern of settings that are sizes, such as 16GiB; empty is allowed."""
+SIZE_PATTERN = r"^(\d+(\.\d+)? ?([KkMmGgTt]([Ii]?[Bb])?|[Bb]))?$"
+"""Pattern of settings that are sizes, such as 16GiB, 16G or 16gb; empty is allowed."""
+COUNT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)([kmg])", re.IGNORECASE)
+"""Pattern of a count such as 4k, which is 4096."""
+POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+"""Exponents of 1024, or 1000, by the letter of a unit."""
+SYNONYMS = {
+    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
+    **dict.fromkeys(("fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("fp8_e4m3", "fp8_e4m3fn"), "fp8"),
+    "q8_0": "int8",
+}
+"""Values of settings with a fixed set of them, by other programs' names of the same."""
+WORDS = {"on": "true", "yes": "true", "off": "false", "no": "false"}
+"""Further texts of truth values."""
 ENV_PREFIX = "TANDEM_"
 MAX_ISA = "TANDEM_MAX_ISA"
 """Environment variable that limits the instruction set. It is not a setting, because it must act
 when libraries are imported, before any configuration is read."""
+OTHER_VARIABLES = {MAX_ISA, "TANDEM_KERNEL_ISAS", "TANDEM_TEST_MODEL"}
+"""Variables that are no settings."""
 ISA_VARIABLES = {
     "plain": ("default", "SSE4_2", "SSE41"),
     "avx2": ("avx2", "AVX2", "AVX2"),
@@ -155,6 +171,15 @@ def resolve_config(
     return Resolved(_build(root, "", values, origins), origins)
 
 
+def list_strange_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables that begin as ours do and mean nothing: no setting has such a name."""
+    return sorted(
+        name
+        for name in environment
+        if name.startswith(ENV_PREFIX) and "__" not in name and name not in OTHER_VARIABLES
+    )
+
+
 def check_bounds(config: msgspec.Struct, section: str) -> None:
     """Check the bounds of a struct that was made in Python, because msgspec checks only decoded
     ones.
@@ -177,9 +202,14 @@ def check_bounds(config: msgspec.Struct, section: str) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as 16GiB that matches ``SIZE_PATTERN``; 0 if it is empty."""
-    number = text.rstrip("BKMGTi ")
-    return int(float(number) * SIZE_UNITS[text[len(number) :].strip()]) if number else 0
+    """Return the bytes of a size that matches ``SIZE_PATTERN``; 0 if it is empty.
+
+    16GiB and 16G are 16 * 2^30 bytes, 16GB is 16 * 10^9; letters may be of either case.
+    """
+    number = text.lower().rstrip("bkmgti ")
+    unit = text.lower()[len(number) :].strip()
+    base = 1000 if len(unit) == 2 else 1024
+    return int(float(number) * base ** POWERS.get(unit[:1], 0)) if number else 0
 
 
 def check_text(text: str | None, path: str) -> None:
@@ -443,7 +473,9 @@ def _convert(path: str, value: Any, hint: Any, kind: mi.Type, origin: str) -> An
             isinstance(kind, mi.UnionType)
             and any(isinstance(_unwrap(part)[0], mi.CollectionType) for part in kind.types)
         )
-        value = [part for part in value.split(",") if part] if takes_list else str(value)
+        value = (
+            [part for part in value.split(",") if part] if takes_list else _read(str(value), kind)
+        )
         strict = False
     else:
         strict = True
@@ -452,6 +484,29 @@ def _convert(path: str, value: Any, hint: Any, kind: mi.Type, origin: str) -> An
     except msgspec.ValidationError as error:
         what = f"{path} (from {origin}): {error}{_describe_choices(kind)}"
         raise ConfigError("config.resolve", what, field=path) from error
+
+
+def _read(text: str, kind: mi.Type) -> str:
+    """Return a text that a user typed in the form that its setting takes: a number in full, a
+    choice by its own name.
+    """
+    kinds = [_unwrap(part)[0] for part in kind.types] if isinstance(kind, mi.UnionType) else [kind]
+    lower = text.lower()
+    if any(isinstance(each, mi.IntType) for each in kinds):
+        if (count := COUNT_PATTERN.fullmatch(text)) is not None:
+            return str(int(float(count[1]) * 1024 ** POWERS[count[2].lower()]))
+        if text and re.search(SIZE_PATTERN, text):
+            return str(parse_size(text))
+    if any(isinstance(each, mi.BoolType) for each in kinds):
+        return WORDS.get(lower, lower)
+    for each in kinds:
+        if isinstance(each, mi.LiteralType | mi.EnumType):
+            known = each.values if isinstance(each, mi.LiteralType) else [m.value for m in each.cls]
+            for wanted in (lower, SYNONYMS.get(lower, "")):
+                found = [value for value in known if str(value).lower() == wanted]
+                if found and text not in known:
+                    return str(found[0])
+    return text
 
 
 def _describe_choices(kind: mi.Type) -> str:

@@ -23,6 +23,7 @@ from starlette.routing import Route
 
 from tandem.core.errors import ConfigError, InternalError, TandemError
 from tandem.core.instance_status import StoreStatus
+from tandem.models.file_facts import FileFacts, read_file_facts
 from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.api.endpoints import list_endpoints
 from tandem.server.api.explain import collect_timeline
@@ -112,6 +113,7 @@ def build_app(
         encoder=_make_encoder(config, tokenizer),
         models=models,
         defaults=defaults if defaults is not None else NEUTRAL,
+        files=FileFacts("safetensors") if folder is None else read_file_facts(folder),
         metrics=metrics,
         lifecycle=Lifecycle(metrics) if lifecycle is None else lifecycle,
         timelines=TimelineRing(config.timelines),

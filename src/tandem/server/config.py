@@ -6,6 +6,7 @@ settings name. Flags and documentation are generated from the fields' descriptio
 
 import hashlib
 import ipaddress
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -13,12 +14,14 @@ import msgspec
 from msgspec import Meta
 
 from tandem.core.errors import ConfigError
+from tandem.core.logs import LogLevel
 from tandem.server.objectives import ServiceTerms, TermsTable, parse_terms
 
 __all__ = [
     "ACCESS_LOGGER",
     "ServerConfig",
     "check_exposure",
+    "configure_access_log",
     "is_loopback",
     "load_api_keys",
     "load_terms",
@@ -166,6 +169,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "forgotten.",
         ),
     ] = 86400.0
+    chat_template: Annotated[
+        str,
+        Meta(description="File of a jinja chat template, instead of the model's own; empty: its."),
+    ] = ""
     output_format: Annotated[
         str,
         Meta(
@@ -198,8 +205,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=1, le=1024, description="Requests of batches that are answered at once.")
     ] = 16
     access_log: Annotated[
-        bool, Meta(description="Log a line for each HTTP request, whatever --log-level says.")
-    ] = True
+        bool | None,
+        Meta(
+            description="Log a line for each HTTP request; unset: if --log-level is info or debug."
+        ),
+    ] = None
     metrics: Annotated[bool, Meta(description="Serve Prometheus metrics at /metrics.")] = True
     timelines: Annotated[
         int,
@@ -226,6 +236,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "any; 0 is none.",
         ),
     ] = 10.0
+
+
+def configure_access_log(config: ServerConfig, log_level: str) -> None:
+    """Set the level of the access log's logger, which may differ from that of everything else."""
+    is_logged = config.access_log
+    if is_logged is None:
+        is_logged = log_level in (LogLevel.INFO, LogLevel.DEBUG)
+    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
 
 
 def is_loopback(host: str) -> bool:
@@ -312,7 +330,7 @@ def check_exposure(config: ServerConfig, keys: tuple[str, ...]) -> None:
         return
     raise ConfigError(
         "server.check_exposure",
-        f"host {config.host} is reachable from other machines and no API key is set: set "
-        "server.api_key or server.api_key_file, or allow_unauthenticated if that is meant",
+        f"host {config.host} is reachable from other machines and no API key is set: give "
+        "--api-key KEY, or --server.allow-unauthenticated true if everybody there may use it",
         field="server.allow_unauthenticated",
     )

@@ -34,6 +34,7 @@ from tandem.core.wire import (
     Pooling,
     SamplingParams,
 )
+from tandem.models.file_facts import FileFacts
 from tandem.server.api.grammars import GrammarCompiler
 from tandem.server.api.kept_responses import KeptResponses
 from tandem.server.api.names import ModelNames
@@ -155,6 +156,7 @@ class ServerContext:
     encoder: PromptEncoder
     models: ModelNames
     defaults: DefaultSampling
+    files: FileFacts
     metrics: ServerMetrics
     lifecycle: Lifecycle
     timelines: TimelineRing

@@ -33,6 +33,10 @@ _IDLE_CONNECTION_S = 75
 proxy's next request does not meet a connection that is just closing."""
 
 
+ALL_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - a name, nothing is bound
+"""A client's address for each that stands for all of this machine's."""
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server without its signal handlers, which would exit by the signal instead of
     by 0.
@@ -126,7 +130,9 @@ async def run_server(
     server = _Server(settings)
     port = listener.getsockname()[1]
     scheme = "https" if config.ssl_certfile is not None else "http"
-    host = f"[{config.host}]" if ":" in config.host else config.host
+    # An address that stands for all of this machine's is none that a client can ask.
+    host = ALL_ADDRESSES.get(config.host, config.host)
+    host = f"[{host}]" if ":" in host else host
     running = RunningServer(server, app.state.context, f"{scheme}://{host}:{port}", port)
     watcher = asyncio.create_task(_announce(server, running, on_started))
     try:

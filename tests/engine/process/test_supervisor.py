@@ -26,6 +26,7 @@ TIMEOUT_S = 60.0
     [
         (ConfigError("rpc.runtime_dir", "no folder"), "no folder"),
         (OSError("no process"), "no proc"),
+        (TypeError("a flaw"), "TypeError: a flaw"),
     ],
 )
 def test_an_instance_that_cannot_be_started_is_reported(error, reason):

@@ -49,7 +49,7 @@ class EndpointName(StrEnum):
 
 def serve(
     base_url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = (
-        "http://127.0.0.1:30000"
+        "http://127.0.0.1:8000"
     ),
     model: Annotated[str, typer.Option(help="Name in requests; empty asks the server.")] = "",
     api_key: Annotated[str, typer.Option(help="Key of the server.")] = "",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from tandem.cli.asking.chat_session import ChatSession
 from tandem.cli.asking.local_server import (
     ADAPTER_NAME,
     MODEL_HELP,
@@ -17,6 +18,7 @@ from tandem.cli.asking.local_server import (
 )
 from tandem.cli.asking.stream import StreamResult, stream_events
 from tandem.cli.asking.terminal_input import make_reader
+from tandem.cli.asking.wrapping import make_writer
 from tandem.cli.interrupts import keep_interrupts
 from tandem.core.errors import TandemError
 
@@ -25,13 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["chat"]
 
-HELP = """\
-/clear   forget the conversation
-/exit    end it (so does Ctrl-D)
-/help    show this
-A line that ends in \\ continues on the next. In a terminal Alt-Enter starts a new line, the arrow
-keys edit and recall earlier turns, and Ctrl-C stops an answer.
-"""
+DEMO_NOTE = "The demo model only continues Python; `tandem pull smollm2` fetches one that talks."
 
 
 def chat(
@@ -41,6 +37,11 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Likeliest tokens; 0 is all.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Least share of the likeliest's probability.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Fixes the random stream.")] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Context length of our server.")
@@ -51,82 +52,79 @@ def chat(
     adapter: AdapterFlag = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON line per answer.")] = False,
 ) -> None:
-    """Talk to a model; every answer is followed by its prompt and eval rates."""
+    """Talk to a model; every answer is followed by its rates."""
     flags = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
     if adapter is not None:
         flags += list_adapter_flags(adapter, url)
-    options: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    session = ChatSession(options, system)
     # An error ends a script's call with an exit status; a person at a terminal reads the error and
     # can ask again.
     has_person = prompt is None and sys.stdin.isatty()
-    start: list[dict[str, str]] = []
-    if system is not None:
-        start.append({"role": "system", "content": system})
-    messages = list(start)
     with (
         connect(model, url, api_key, flags) as (client, name),
         keep_interrupts() if has_person else nullcontext(),
     ):
-        options["model"] = (name or None) if adapter is None else ADAPTER_NAME
+        asked = (name or None) if adapter is None else ADAPTER_NAME
         if prompt is not None:
             turns = iter(prompt)
         else:
             if not json:
                 sys.stdout.write("/help lists the commands.\n")
             turns = iter(make_reader(), None)
+        if not json and url is None and model in (None, "demo") and adapter is None:
+            sys.stderr.write(f"{DEMO_NOTE}\n")
         for text in turns:
             if prompt is None and text.startswith("/") and "\n" not in text:
-                if text == "/exit":
+                if not session.run_command(text):
                     break
-                if text == "/clear":
-                    messages = list(start)
-                elif text == "/help":
-                    sys.stdout.write(HELP)
-                else:
-                    sys.stderr.write(f"no command {text}: /help lists them\n")
                 continue
             if not text:
                 continue
-            messages.append({"role": "user", "content": text})
+            session.messages.append({"role": "user", "content": text})
             try:
-                answer = _answer(client, messages, options, echo=not json, is_kept=has_person)
+                answer = _answer(
+                    client, session.make_body(asked), echo=not json, is_kept=has_person
+                )
             except TandemError as error:
                 if not has_person:
                     raise
                 sys.stderr.write(f"\n{error}\n")
-                messages.pop()
+                session.messages.pop()
                 continue
-            messages.append({"role": "assistant", "content": answer.text})
+            session.messages.append({"role": "assistant", "content": answer.text})
             if json:
                 sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
                 sys.stdout.flush()
             else:
-                sys.stdout.write("\n" + answer.describe_rates())
+                sys.stdout.write("\n")
+                answer.print_rates()
 
 
 def _answer(
-    client: "httpx.Client",
-    messages: list[dict[str, str]],
-    options: dict[str, Any],
-    *,
-    echo: bool,
-    is_kept: bool,
+    client: "httpx.Client", body: dict[str, Any], *, echo: bool, is_kept: bool
 ) -> StreamResult:
     """Stream one answer to the terminal. Ctrl-C ends the answer; if ``is_kept``, the conversation
     goes on.
     """
-    body = {"messages": messages, **{k: v for k, v in options.items() if v is not None}}
     begin_s = time.perf_counter()
     result = StreamResult()
+    write = make_writer()
     try:
         for event in stream_events(client, "/v1/chat/completions", body):
             piece = result.take(event, time.perf_counter() - begin_s)
             if echo:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
+                write(piece)
     except KeyboardInterrupt:
         if not is_kept:
             raise
-        sys.stderr.write("\nstopped\n")
+        sys.stderr.write("\nstopped")
     result.total_s = time.perf_counter() - begin_s
     return result

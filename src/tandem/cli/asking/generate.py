@@ -66,14 +66,15 @@ def generate(
     else:
         sys.stdout.write("\n")
         if rates:
-            sys.stderr.write(result.describe_rates())
+            result.print_rates()
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is None and file is None and not sys.stdin.isatty():
+        file = Path("-")
     if (prompt is None) == (file is None):
-        raise ConfigError(
-            "cli.generate", "give the prompt by --prompt or by --file", field="prompt"
-        )
+        what = "give the prompt by --prompt, by --file or on standard input"
+        raise ConfigError("cli.generate", what, field="prompt")
     if prompt is not None:
         return prompt
     assert file is not None

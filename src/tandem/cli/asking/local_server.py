@@ -118,8 +118,11 @@ def connect(
 def trim_url(url: str) -> str:
     """Return the address of a server without ``/v1`` at its end, which OpenAI's clients need.
 
+    An address without a scheme is one of http.
+
     Raises: ConfigError (not the address of an HTTP server).
     """
+    url = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(url)
         is_whole = parts.scheme in ("http", "https") and bool(parts.hostname)

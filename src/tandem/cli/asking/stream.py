@@ -1,6 +1,7 @@
 """Reading a streamed answer, and its rates."""
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,10 @@ class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
+
+
+_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+"""Counts in each event: an answer that is stopped has none of its end."""
 
 
 class StreamEvent(msgspec.Struct):
@@ -76,23 +81,24 @@ class StreamResult(msgspec.Struct, kw_only=True):
         self.text += added
         return added
 
-    def describe_rates(self) -> str:
-        """Return the lines of rates printed after an answer, worded as in llama.cpp."""
+    def print_rates(self) -> None:
+        """Print a line of rates to standard error, dim on a terminal."""
         prompt_s = self.first_token_s if self.first_token_s is not None else self.total_s
         eval_s = max(self.total_s - prompt_s, 0.0)
         num_eval = max(self.completion_tokens - 1, 0)
-        return (
-            f"prompt eval count:    {self.prompt_tokens} token(s), {self.cached_tokens} cached\n"
-            f"prompt eval duration: {prompt_s:.3f} s\n"
-            f"prompt eval rate:     {_rate(self.prompt_tokens, prompt_s)}\n"
-            f"eval count:           {self.completion_tokens} token(s)\n"
-            f"eval duration:        {eval_s:.3f} s\n"
-            f"eval rate:            {_rate(num_eval, eval_s)}\n"
+        cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+        line = (
+            f"prompt {self.prompt_tokens} tokens{cached} in {prompt_s:.2f} s, "
+            f"{_rate(self.prompt_tokens, prompt_s)}; answer {self.completion_tokens} tokens in "
+            f"{eval_s:.2f} s, {_rate(num_eval, eval_s)}"
         )
+        is_dim = sys.stderr.isatty()
+        sys.stderr.write(f"\x1b[2m{line}\x1b[0m\n" if is_dim else f"{line}\n")
+        sys.stderr.flush()
 
 
 def _rate(count: int, seconds: float) -> str:
-    return f"{count / seconds:.2f} tokens/s" if seconds > 0 and count else "-"
+    return f"{count / seconds:.1f} tokens/s" if seconds > 0 and count else "no rate"
 
 
 def stream_events(client: "httpx.Client", path: str, body: dict[str, Any]) -> Iterator[StreamEvent]:
@@ -103,7 +109,7 @@ def stream_events(client: "httpx.Client", path: str, body: dict[str, Any]) -> It
     """
     import httpx
 
-    body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    body = {**body, "stream": True, "stream_options": _USAGE}
     try:
         content = json.dumps(body, allow_nan=False)
     except ValueError as error:

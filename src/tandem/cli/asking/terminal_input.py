@@ -10,13 +10,16 @@ from pathlib import Path
 
 __all__ = ["make_reader"]
 
+QUOTES = '"""'
+"""Mark around a message of several lines."""
 HISTORY_FILE = Path("~/.cache/tandem/chat_history")
 
 
 def make_reader() -> Callable[[], str | None]:
     """Return a function that reads one message; it returns None when the input has ended.
 
-    A line that ends in a backslash continues on the next one. On a terminal, Alt-Enter also starts
+    A line that ends in a backslash continues on the next one; lines between two of triple quotes
+    are one message. On a terminal, Alt-Enter also starts
     a new line, the arrow keys edit and recall earlier messages, and Ctrl-C clears the line.
     """
     if sys.stdin.isatty() and sys.stdout.isatty():
@@ -72,10 +75,20 @@ def _open_history() -> Path | None:
 def _read_lines(ask: Callable[[str], str]) -> str | None:
     lines: list[str] = []
     try:
-        while True:
-            line = ask("Chat: " if not lines else "... ")
-            if not line.endswith("\\"):
-                return "\n".join([*lines, line]).strip()
+        line = ask("Chat: ")
+        if line.strip().startswith(QUOTES):
+            return _read_quoted(ask, line.strip().removeprefix(QUOTES))
+        while line.endswith("\\"):
             lines.append(line[:-1])
+            line = ask("... ")
+        return "\n".join([*lines, line]).strip()
     except EOFError:
         return None
+
+
+def _read_quoted(ask: Callable[[str], str], line: str) -> str:
+    lines: list[str] = []
+    while not line.rstrip().endswith(QUOTES):
+        lines.append(line)
+        line = ask("... ")
+    return "\n".join([*lines, line.rstrip().removesuffix(QUOTES)]).strip("\n")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,9 @@ from tandem.cli.config import (
     with_config_flags,
 )
 from tandem.cli.extras import require_serve
+from tandem.cli.flags.launch_flags import make_launch_parameters, translate
 from tandem.cli.hosting import serve_models
-from tandem.cli.launch_flags import make_launch_parameters, translate
+from tandem.cli.keeping.pull import pull_with_bar
 from tandem.cli.output import JsonFlag, print_json, print_next
 from tandem.core.descriptors import raise_limit
 from tandem.core.errors import ConfigError
@@ -29,7 +29,7 @@ from tandem.core.logs import LogFormat, LogLevel, configure_logging
 from tandem.core.wire import InstanceInfo, InstanceStage, StageChanged
 from tandem.models.deferred_imports import defer_imports
 from tandem.models.loading.hub import resolve_folder
-from tandem.server.config import ACCESS_LOGGER
+from tandem.server.config import configure_access_log
 
 if TYPE_CHECKING:
     from tandem.engine.process.fork_server import ForkServer
@@ -48,11 +48,21 @@ def serve(
         str | None, typer.Argument(metavar="[MODEL]", help="Folder, GGUF file, hub id or `demo`.")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+    hf_repo: Annotated[
+        str,
+        typer.Option("--hf-repo", "-hf", help="Pull this model of a hub first, as `tandem pull`."),
+    ] = "",
+    hf_file: Annotated[
+        str, typer.Option("--hf-file", "-hff", help="With -hf: GGUF file of the repository.")
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option(help="Say what would run and why; load nothing.")
     ] = False,
     rejected: Annotated[
         bool, typer.Option("--rejected", help="Tell the choices that were rejected, and why.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Tell every choice with its reason.")
     ] = False,
     log_level: LogLevelFlag = LogLevel.WARNING,
     log_format: LogFormatFlag = LogFormat.TEXT,
@@ -60,6 +70,12 @@ def serve(
     **flags: Any,
 ) -> None:
     """Serve a model over HTTP."""
+    if hf_repo:
+        if model is not None:
+            what = f"MODEL is {model} and -hf is {hf_repo}: give one of them"
+            raise ConfigError("cli.serve", what, field="model.path")
+        place = pull_with_bar(hf_repo, "main", hf_file, quiet=json)
+        model = str(place) if hf_file else hf_repo
     foreign = translate(flags, model=model)
     resolved = load_config(config, flags, model=model, foreign=foreign.settings)
     for note in foreign.notes:
@@ -84,16 +100,15 @@ def serve(
         return
     require_serve()
     configure_logging("server", log_level, log_format)
-    # The access log writes one line per request at INFO, whatever the log level of everything else.
-    is_logged = settings.server.access_log
-    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if is_logged else logging.WARNING)
+    configure_access_log(settings.server, log_level)
     # Each streamed answer needs a file descriptor; child processes inherit the raised limit.
     raise_limit()
-    asyncio.run(_serve(settings, log_level, log_format, json=json, with_rejected=rejected))
+    announcer = _Announcer(settings, is_verbose=verbose or rejected, with_rejected=rejected)
+    asyncio.run(_serve(settings, log_level, log_format, announcer, json=json))
 
 
 async def _serve(
-    settings: Config, log_level: str, log_format: str, *, json: bool, with_rejected: bool
+    settings: Config, log_level: str, log_format: str, announcer: "_Announcer", *, json: bool
 ) -> None:
     from tandem.engine.process.fork_server import ForkServer
 
@@ -103,9 +118,7 @@ async def _serve(
         fork_server = ForkServer()
         if not settings.cluster.launchers:
             await opened.enter_async_context(fork_server)
-        await _serve_with(
-            fork_server, settings, log_level, log_format, json=json, with_rejected=with_rejected
-        )
+        await _serve_with(fork_server, settings, log_level, log_format, announcer, json=json)
 
 
 async def _serve_with(
@@ -113,9 +126,9 @@ async def _serve_with(
     settings: Config,
     log_level: str,
     log_format: str,
+    announcer: "_Announcer",
     *,
     json: bool,
-    with_rejected: bool,
 ) -> None:
     from tandem.cli.composition import check_model, compose
     from tandem.server.run import RunningServer, open_listener, run_server
@@ -138,9 +151,7 @@ async def _serve_with(
             serving = asyncio.create_task(
                 run_server(settings.server, app, started.set_result, listener)
             )
-            announcing = asyncio.create_task(
-                _announce(engine, started, json=json, with_rejected=with_rejected)
-            )
+            announcing = asyncio.create_task(announcer.announce(engine, started, json=json))
             try:
                 await asyncio.wait((serving, announcing), return_when=asyncio.FIRST_COMPLETED)
                 if announcing.done() and announcing.exception() is not None:
@@ -161,28 +172,44 @@ async def _serve_with(
                 await asyncio.gather(announcing, serving, return_exceptions=True)
 
 
-async def _announce(cluster: Any, started: Any, *, json: bool, with_rejected: bool) -> None:
-    """Print the choices made and the server's address once it serves; scripts wait for this
-    line.
-    """
-    info: InstanceInfo = await cluster.wait_ready()
-    running = await started
-    names = [each.name for each in cluster.instances]
-    if json:
-        print_json({"url": running.url, "instance": info, "instances": names})
-    else:
-        from tandem.cli.planning.choices import print_choices
+class _Announcer:
+    """Prints the choices that were made, and the server's address, once it serves.
 
-        if len(names) > 1:
-            sys.stdout.write(f"{', '.join(names)}, each:\n")
-        print_choices(info.plan, info.rejected if with_rejected else [])
-        loaded = f"Loaded in {info.load_seconds:.1f} s; "
-        sys.stdout.write(
-            f"{loaded}rejected choices: --rejected\nServing {info.model} at {running.url}\n"
-        )
+    Args:
+        settings: settings of the server.
+        is_verbose: True to print every choice with its reason.
+        with_rejected: True to print rejected choices too.
+    """
+
+    def __init__(self, settings: Config, *, is_verbose: bool, with_rejected: bool) -> None:
+        self._settings = settings
+        self._is_verbose = is_verbose
+        self._with_rejected = with_rejected
+
+    async def announce(self, cluster: Any, started: Any, *, json: bool) -> None:
+        """Wait until the model serves, and print; scripts wait for the last line."""
+        info: InstanceInfo = await cluster.wait_ready()
+        running = await started
+        names = [each.name for each in cluster.instances]
+        if json:
+            print_json({"url": running.url, "instance": info, "instances": names})
+            sys.stdout.flush()
+            return
+        from tandem.cli.planning.choices import print_choices, print_summary
+
+        if self._is_verbose:
+            if len(names) > 1:
+                sys.stdout.write(f"{', '.join(names)}, each:\n")
+            print_choices(info.plan, info.rejected if self._with_rejected else [])
+            sys.stdout.write(f"Loaded in {info.load_seconds:.1f} s; --rejected tells more\n")
+        else:
+            print_summary(info.model, info.plan, names)
+        sys.stdout.write(f"Serving {info.model} at {running.url}\n")
         sys.stdout.flush()
-        print_next("tandem", "chat", "--url", running.url, why="or open that address in a browser")
-    sys.stdout.flush()
+        server = self._settings.server
+        key = ("--api-key", "KEY") if server.api_key or server.api_key_file else ()
+        why = "" if key else "or open that address in a browser"
+        print_next("tandem", "chat", "--url", running.url, *key, why=why)
 
 
 @contextlib.contextmanager

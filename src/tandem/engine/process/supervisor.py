@@ -197,6 +197,15 @@ class InstanceSupervisor:
 
     async def _supervise(self) -> None:
         """Run one process after another, until the instance is given up."""
+        try:
+            await self._run_processes()
+        except Exception as error:
+            # A flaw of this program: whoever waits for the instance is told, not left waiting.
+            logger.exception("event=supervision_failed")
+            self._set_stage(StageChanged(InstanceStage.FAILED, f"{type(error).__name__}: {error}"))
+            self._settled.set()
+
+    async def _run_processes(self) -> None:
         pause_s = RESTART_PAUSE_S
         num_failed_starts = 0
         while True:

@@ -12,6 +12,7 @@ from typing import Any
 
 from tandem.core.errors import ConfigError, NotFoundError, PeerLostError, UnsupportedError
 from tandem.models.loading.downloads import Progress, download, open_client
+from tandem.models.loading.hub_choice import HubName, choose_gguf, list_choices, parse_hub_name
 from tandem.models.loading.packaged import PACKAGED, fetch_packaged, find_packaged
 
 __all__ = ["DEMO_FOLDER", "DEMO_MODEL", "WANTED_FILES", "pull", "resolve_folder"]
@@ -25,9 +26,7 @@ DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """Folder of the model that the package ships; examples/demo_model made it."""
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-"""Form of a hub id, which huggingface_hub then checks; the library takes a while to import."""
-
+SAFETENSORS = ".safetensors"
 LARGE_FILE = re.compile(r"[0-9a-f]{64}")
 """ETag of a file that the hub keeps apart from git: its SHA-256, by which the cache names it."""
 LARGEST_BYTES = 50 * 10**9
@@ -57,26 +56,36 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
     folder = Path(path_or_id).expanduser()
     if folder.is_dir() or (folder.suffix == ".gguf" and folder.is_file()):
         return folder
-    if not _looks_like_id(str(path_or_id)):
+    name = _parse(str(path_or_id))
+    if name is None:
         raise NotFoundError(
             "models.resolve",
             f"no folder or GGUF file {str(path_or_id)!r}: give one, or a hub id (org/name)",
         )
-    return _snapshot(str(path_or_id), revision, local_only=True, progress=None)
+    return _find_kept(name, revision)
 
 
-def pull(model_id: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
+def pull(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    file: str = "",
+    progress: Progress | None = None,
+) -> Path:
     """Download a checkpoint, or what is missing of it, and return its folder, or its GGUF file.
 
     Args:
-        model_id: ``org/name`` on the hub, or a name of ``PACKAGED``, which has no revisions.
+        model_id: ``org/name`` on the hub, ``org/name:Q4_K_M`` for one of its GGUF files, or a name
+            of ``PACKAGED``, which has no revisions.
         revision: branch, tag or commit; None: the default branch.
+        file: name of a GGUF file of the repository; empty: that of the tag, or the only one.
         progress: called from download threads.
 
     Raises:
         ConfigError: neither a hub id nor such a name, or a revision of such a name.
-        NotFoundError: no such repository or revision, or offline and not in the cache.
-        UnsupportedError: the repository has no safetensors weights.
+        NotFoundError: no such repository, revision or file, or offline and not in the cache; or
+            several files may be meant, which the text lists.
+        UnsupportedError: the repository has weights of no format that is read.
         PeerLostError: the network failed; what has arrived is kept, so pull again.
         CorruptionError, ConflictError, CapacityError: as for ``download``.
     """
@@ -85,23 +94,75 @@ def pull(model_id: str, *, revision: str | None = None, progress: Progress | Non
             what = f"{model_id} has no revision {revision!r}: give one with a hub id (org/name)"
             raise ConfigError("models.pull", what, field="revision")
         return fetch_packaged(PACKAGED[model_id], progress)
-    if not _looks_like_id(model_id):
+    name = _parse(model_id)
+    if name is None:
         raise ConfigError(
             "models.pull",
             f"{model_id!r} is not a hub id: write org/name, or one of {', '.join(PACKAGED)}",
         )
-    _fetch_weights(model_id, revision, progress)
-    folder = _snapshot(model_id, revision, local_only=False, progress=progress)
-    if not any(folder.glob("*.safetensors")):
-        raise UnsupportedError(
-            "models.pull", f"{model_id} has no safetensors weights: convert it, or pick another"
-        )
+    sizes = _list_sizes(name.repo, revision)
+    wanted = WANTED_FILES
+    choice = None
+    if sizes is None and (name.tag or file):
+        return _find_kept(name, revision, file)
+    if name.tag or file or not any(each.endswith(SAFETENSORS) for each in sizes or [SAFETENSORS]):
+        choices = list_choices(sizes or {})
+        if not choices and not (name.tag or file):
+            what = f"{model_id} has neither safetensors nor GGUF: convert it, or pick another"
+            raise UnsupportedError("models.pull", what)
+        choice = choose_gguf(name, choices, file)
+        wanted = list(choice.files)
+    if sizes is not None:
+        weights = [each for each in sizes if each.endswith(SAFETENSORS)]
+        _fetch_weights(name.repo, revision, weights if choice is None else wanted, progress)
+    folder = _snapshot(name.repo, revision, wanted, local_only=False, progress=progress)
+    if choice is not None:
+        return folder / choice.files[0]
+    if not any(folder.glob(f"*{SAFETENSORS}")):
+        what = f"{model_id} has no safetensors in its first folder: pick another"
+        raise UnsupportedError("models.pull", what)
     return folder
 
 
+def _find_kept(name: HubName, revision: str | None, file: str = "") -> Path:
+    """Return the folder, or the GGUF file, of a model that was pulled before."""
+    folder = _snapshot(name.repo, revision, None, local_only=True, progress=None)
+    if not (name.tag or file) and any(folder.glob(f"*{SAFETENSORS}")):
+        return folder
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*.gguf")}
+    choices = list_choices(sizes)
+    if not choices and not (name.tag or file):
+        return folder
+    try:
+        return folder / choose_gguf(name, choices, file).files[0]
+    except NotFoundError as error:
+        wanted = f"{name.repo}:{name.tag}" if name.tag else name.repo
+        what = f"{error.what}\n`tandem pull {wanted}` fetches what is not here"
+        raise NotFoundError("models.resolve", what) from error
+
+
+def _list_sizes(repo: str, revision: str | None) -> dict[str, int] | None:
+    """Return the bytes of a repository's files by their paths; None if the hub does not tell.
+
+    ``snapshot_download`` tells the reason then.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
+    except Exception:  # noqa: BLE001 - each version of the library has errors of its HTTP client
+        return None
+    return {file.rfilename: file.size or 0 for file in info.siblings or []}
+
+
+def _parse(text: str) -> HubName | None:
+    """Return what a text names on a hub; None if nothing."""
+    # A file that is not there has the form of a name too; and the library takes a while to import.
+    name = None if text.endswith(".gguf") else parse_hub_name(text)
+    return name if name is not None and _looks_like_id(name.repo) else None
+
+
 def _looks_like_id(text: str) -> bool:
-    if HUB_ID.fullmatch(text) is None:
-        return False
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -111,27 +172,27 @@ def _looks_like_id(text: str) -> bool:
     return True
 
 
-def _fetch_weights(model_id: str, revision: str | None, progress: Progress | None) -> None:
-    """Bring the weights of a repository into huggingface_hub's cache, continuing stopped files.
+def _fetch_weights(
+    repo: str, revision: str | None, names: list[str], progress: Progress | None
+) -> None:
+    """Bring weights of a repository into huggingface_hub's cache, continuing stopped files.
 
     What the hub does not tell about is left to ``snapshot_download``, whose errors have the reason.
     """
-    from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
     files: dict[str, tuple[str, str]] = {}
     try:
-        for file in HfApi().model_info(model_id, revision=revision).siblings or []:
-            name = file.rfilename
-            if name.endswith(".safetensors"):
-                url = hf_hub_url(model_id, name, revision=revision)
-                found = get_hf_file_metadata(url)
-                is_large = found.etag is not None and LARGE_FILE.fullmatch(found.etag)
-                if is_large and found.etag and (found.size or 0) < LARGEST_BYTES:
-                    files[found.etag] = name, url
+        for name in names:
+            url = hf_hub_url(repo, name, revision=revision)
+            found = get_hf_file_metadata(url)
+            is_large = found.etag is not None and LARGE_FILE.fullmatch(found.etag)
+            if is_large and found.etag and (found.size or 0) < LARGEST_BYTES:
+                files[found.etag] = name, url
     except Exception:  # noqa: BLE001 - each version of the library has errors of its HTTP client
         return
-    repository = Path(constants.HF_HUB_CACHE, f"models--{model_id.replace('/', '--')}")
+    repository = Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}")
     with open_client() as client:
         for digest, (name, url) in files.items():
             download(
@@ -146,7 +207,12 @@ def _fetch_weights(model_id: str, revision: str | None, progress: Progress | Non
 
 
 def _snapshot(
-    model_id: str, revision: str | None, *, local_only: bool, progress: Progress | None
+    model_id: str,
+    revision: str | None,
+    wanted: list[str] | None,
+    *,
+    local_only: bool,
+    progress: Progress | None,
 ) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -162,7 +228,7 @@ def _snapshot(
             snapshot_download(
                 model_id,
                 revision=revision,
-                allow_patterns=WANTED_FILES,
+                allow_patterns=wanted,
                 local_files_only=local_only,
                 tqdm_class=None if progress is None else _make_progress_class(progress),
             )

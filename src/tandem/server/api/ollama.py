@@ -77,13 +77,14 @@ async def show_model(context: ServerContext, http: Request) -> Response:
     reply = ShowReply(
         parameters="\n".join(f"{k} {v}" for k, v in recommended.items()),
         template=encoder.template_source or "",
-        details=_describe_details(info),
+        details=_describe_details(context),
         model_info={
             "general.architecture": family,
             "general.parameter_count": info.num_parameters,
             f"{family}.context_length": info.max_model_len,
             f"{family}.vocab_size": info.vocab_size,
-        },
+        }
+        | dict(context.files.metadata),
         capabilities=capabilities,
         modified_at=_find_time(context),
     )
@@ -101,7 +102,7 @@ def _describe_all(context: ServerContext) -> list[dict[str, Any]]:
             "modified_at": _find_time(context),
             "size": 0 if info is None else info.weight_bytes,
             "digest": _find_digest(info, model),
-            "details": _describe_details(info),
+            "details": _describe_details(context),
         }
         for model in served
     ]
@@ -117,14 +118,15 @@ def _find_time(context: ServerContext) -> str:
     return format_time(datetime.fromtimestamp(context.created_at, UTC))
 
 
-def _describe_details(info: InstanceInfo | None) -> Details:
-    family = "" if info is None else info.architecture
+def _describe_details(context: ServerContext) -> Details:
+    info, files = context.engine.last_info, context.files
+    family = files.family or ("" if info is None else info.architecture)
     return Details(
-        format="safetensors",
+        format=files.form,
         family=family,
         families=[family] if family else [],
         parameter_size="" if info is None else _name_size(info.num_parameters),
-        quantization_level="" if info is None else info.dtype,
+        quantization_level=files.quantization or ("" if info is None else info.dtype),
     )
 
 

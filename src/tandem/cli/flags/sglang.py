@@ -1,23 +1,12 @@
-"""Flags of SGLang's and KTransformers' launch commands, which ``tandem serve`` accepts too.
+"""Flags of SGLang's and KTransformers' launch commands."""
 
-Each flag is in one of three classes. A mapped flag sets one of our settings; a settled flag asks
-for what Tandem always does, so only a note is printed; a refused flag is an error with the reason
-and the setting to use instead. None is ignored silently. The flags are not in ``--help``: they are
-for commands that were written for those programs.
-"""
+from collections.abc import Mapping
 
-import inspect
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
-
-import typer
-
+from tandem.cli.flags.flag import LaunchFlag, read_count
 from tandem.core.errors import ConfigError
 
-__all__ = ["LAUNCH_FLAGS", "LaunchFlag", "Translation", "make_launch_parameters", "translate"]
+__all__ = ["SGLANG_FLAGS"]
 
-PREFIX = "launch__"
 BLOCK_TOKENS = 64
 """Default number of tokens of a block."""
 EXPERT_FORMATS = {
@@ -36,49 +25,19 @@ EXPERT_FORMATS = {
 """Weight format of routed experts by value of ``--kt-method``; native methods keep the
 checkpoint's."""
 
+HALF: dict[str, str] = dict.fromkeys(("float16", "half", "fp16"), "computed in bfloat16")
+"""Notes for dtypes of 16 bits that are not computed in."""
 FOUND = "cores and NUMA nodes are found from affinity and quota"
-
-
-class LaunchFlag(NamedTuple):
-    """A flag of SGLang's or KTransformers' launch command: its argument, and what it becomes
-    here.
-    """
-
-    names: tuple[str, ...]
-    kind: Literal["mapped", "settled", "refused"]
-    target: str
-    """For a mapped flag, the setting; for a settled one, the reason; for a refused one, the reason
-    and what to use instead."""
-    has_value: bool = True
-    convert: Callable[[str, Mapping[str, str]], str] | None = None
-    """For a mapped flag: returns the setting's value, given the flag's value and all given
-    flags."""
-    harmless: tuple[str, ...] = ()
-    """Values with which a refused flag asks for nothing, so that it is accepted."""
-
-    @property
-    def parameter(self) -> str:
-        """Name of the parameter by which a command receives the flag."""
-        return PREFIX + self.names[0].removeprefix("--").replace("-", "_")
-
-
-class Translation(NamedTuple):
-    """The meaning here of another server's flags: settings by path, each with the flag that set it
-    and the value, and notes for the user.
-    """
-
-    settings: dict[str, tuple[str, str]]
-    notes: list[str]
 
 
 def _count_blocks(value: str, given: Mapping[str, str]) -> str:
     size = int(given.get("--page-size", BLOCK_TOKENS))
-    return str(-(-_whole("--max-total-tokens", value) // size))
+    return str(-(-read_count("--max-total-tokens", value) // size))
 
 
 def _read_chunk(value: str, given: Mapping[str, str]) -> str:
     del given
-    if _whole("--chunked-prefill-size", value) < 1:
+    if read_count("--chunked-prefill-size", value) < 1:
         what = (
             "--chunked-prefill-size: steps always have a bound here: give --engine.max-batch-tokens"
         )
@@ -98,22 +57,20 @@ def _read_method(value: str, given: Mapping[str, str]) -> str:
     return EXPERT_FORMATS[value]
 
 
+def _read_dtype(value: str, given: Mapping[str, str]) -> str:
+    del given
+    return "bfloat16" if value.lower() in HALF else value
+
+
 def _switch_off(value: str, given: Mapping[str, str]) -> str:
     del value, given
     return "false"
 
 
-def _whole(flag: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError as error:
-        raise ConfigError("cli.serve", f"{flag} {value}: must be a whole number") from error
-
-
-LAUNCH_FLAGS = (
-    LaunchFlag(("--model", "--model-path"), "mapped", "model.path"),
+SGLANG_FLAGS = (
+    LaunchFlag(("--model", "--model-path", "-m"), "mapped", "model.path"),
     LaunchFlag(("--context-length",), "mapped", "engine.max_model_len"),
-    LaunchFlag(("--dtype",), "mapped", "model.dtype"),
+    LaunchFlag(("--dtype",), "mapped", "model.dtype", convert=_read_dtype, notes=HALF),
     LaunchFlag(("--page-size",), "mapped", "engine.block_size"),
     LaunchFlag(
         ("--chunked-prefill-size",), "mapped", "engine.max_batch_tokens", convert=_read_chunk
@@ -231,59 +188,3 @@ LAUNCH_FLAGS = (
         "choose another",
     ),
 )
-
-
-def make_launch_parameters() -> list[inspect.Parameter]:
-    """Return one hidden option for each flag of another server, for a command's signature."""
-    return [
-        inspect.Parameter(
-            flag.parameter,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None if flag.has_value else False,
-            annotation=Annotated[
-                str | None if flag.has_value else bool,
-                typer.Option(*flag.names, hidden=True, show_default=False),
-            ],
-        )
-        for flag in LAUNCH_FLAGS
-    ]
-
-
-def translate(arguments: dict[str, Any], *, model: str | None) -> Translation:
-    """Remove other servers' flags from a command's arguments; return the settings that they mean.
-
-    Args:
-        arguments: arguments of the command; the flags are removed from it.
-        model: positional argument MODEL, which ``--model`` must not contradict.
-
-    Raises: ConfigError (a flag is refused, contradicts another, or has a wrong value).
-    """
-    given: dict[str, str] = {}
-    for flag in LAUNCH_FLAGS:
-        value = arguments.pop(flag.parameter, None)
-        if value is not None and value is not False:
-            given[flag.names[0]] = "" if value is True else str(value)
-    result = Translation({}, [])
-    for flag in LAUNCH_FLAGS:
-        name = flag.names[0]
-        if name not in given:
-            continue
-        value = given[name]
-        if flag.kind == "settled":
-            result.notes.append(f"{name}: {flag.target}")
-        elif flag.kind == "refused":
-            if value not in flag.harmless:
-                what = f"{name}{f' {value}' if value else ''}: {flag.target}"
-                raise ConfigError("cli.serve", what, field=name.removeprefix("--"))
-        else:
-            mapped = value if flag.convert is None else flag.convert(value, given)
-            result.settings[flag.target] = (name, mapped)
-    _check_model(result, model)
-    return result
-
-
-def _check_model(result: Translation, model: str | None) -> None:
-    told = result.settings.get("model.path")
-    if told is not None and model is not None and Path(told[1]) != Path(model):
-        what = f"MODEL is {model} and {told[0]} is {told[1]}: give one of them"
-        raise ConfigError("cli.serve", what, field="model.path")

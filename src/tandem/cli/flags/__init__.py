@@ -1,0 +1,1 @@
+"""Flags of other programs that commands understand."""

@@ -1,0 +1,1 @@
+"""Commands about the models that are kept on this machine, or served by it."""
