@@ -10,7 +10,7 @@ import contextlib
 import resource
 import socket
 
-__all__ = ["is_scarce", "raise_limit", "shut"]
+__all__ = ["count_reserve", "is_scarce", "raise_limit", "shut"]
 
 RESERVE_SHARE = 4
 MIN_RESERVE = 16
@@ -40,9 +40,15 @@ def is_scarce(descriptor: int) -> bool:
     The kernel assigns the lowest free number, so the number shows how many are in use.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit != resource.RLIM_INFINITY and descriptor + count_reserve() >= limit
+
+
+def count_reserve() -> int:
+    """Return the number of descriptors that no connection from outside takes."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return False
-    return descriptor + min(max(limit // RESERVE_SHARE, MIN_RESERVE), MAX_RESERVE) >= limit
+        return MAX_RESERVE
+    return min(max(limit // RESERVE_SHARE, MIN_RESERVE), MAX_RESERVE)
 
 
 def shut(descriptor: int) -> None:

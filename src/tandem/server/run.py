@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.applications import Starlette
 
+from tandem.core.descriptors import count_reserve
 from tandem.core.errors import ConfigError
 from tandem.server.config import ServerConfig
 from tandem.server.context import ServerContext
@@ -26,6 +27,11 @@ __all__ = ["RunningServer", "open_listener", "run_server"]
 
 _logger = logging.getLogger(__name__)
 
+_ACCEPT_SHARE = 8
+"""Part of the reserve of descriptors that the event loop may accept at a time: it calls a
+connection some turns after it has accepted it, and closes another one for it a turn later."""
+_MAX_PENDING = 2048
+"""Number of connections that the system keeps until they are accepted."""
 _CLOSE_TIMEOUT_S = 2
 """Seconds for connections to send their last bytes after all requests have ended."""
 _IDLE_CONNECTION_S = 75
@@ -114,6 +120,7 @@ async def run_server(
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=max(count_reserve() // _ACCEPT_SHARE, 1),
         # X-Forwarded-For is ignored: with it any client could choose the address in the log.
         proxy_headers=False,
         timeout_keep_alive=_IDLE_CONNECTION_S,
@@ -134,7 +141,7 @@ async def run_server(
     host = ALL_ADDRESSES.get(config.host, config.host)
     host = f"[{host}]" if ":" in host else host
     running = RunningServer(server, app.state.context, f"{scheme}://{host}:{port}", port)
-    watcher = asyncio.create_task(_announce(server, running, on_started))
+    watcher = asyncio.create_task(_announce(server, running, listener, on_started))
     try:
         with _signals(running):
             await _serve_to_the_end(server, listener)
@@ -166,11 +173,15 @@ async def _serve_to_the_end(server: uvicorn.Server, listener: socket.socket) -> 
 async def _announce(
     server: uvicorn.Server,
     running: RunningServer,
+    listener: socket.socket,
     on_started: Callable[[RunningServer], None] | None,
 ) -> None:
     # uvicorn has no event for "started", so the flag is polled; startup takes milliseconds.
     while not server.started:
         await asyncio.sleep(0.005)
+    # `backlog` is both how many asyncio accepts at a time and how many the system keeps: the latter
+    # may be more, so that clients that come together need not try again.
+    listener.listen(_MAX_PENDING)
     _logger.info("event=listening url=%s", running.url)
     if on_started is not None:
         on_started(running)

@@ -575,3 +575,27 @@ def test_connections_that_wait_give_way_when_descriptors_are_scarce(serve_text, 
             assert read_to_end(refused).startswith(b"HTTP/1.1 503")
         stream.close()
         wait_until(lambda: live.engine.num_held == 0)
+
+
+def test_a_burst_of_connections_leaves_the_reserve(serve_text, monkeypatch):
+    """asyncio accepts as many as there are before it calls any of them: it is given few at a time,
+    or all descriptors are gone before one is closed for another."""
+    reserve, limit, most = 80, 20, 0
+    monkeypatch.setattr("tandem.server.run.count_reserve", lambda: reserve)
+    live = serve_text()
+    connections = live.running._server.server_state.connections
+
+    def is_scarce(_: int) -> bool:
+        nonlocal most
+        most = max(most, len(connections))
+        return len(connections) > limit
+
+    monkeypatch.setattr("tandem.server.edge.bounded_connection.is_scarce", is_scarce)
+    gate = threading.Event()
+    live.call_soon(lambda: gate.wait(WAIT_S))
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(connect(live))
+        gate.set()
+        assert live.get("/health").status_code == 200
+    assert limit < most <= limit + reserve // 2
