@@ -440,6 +440,21 @@ def test_a_head_without_end_is_refused(serve_text, begin, more):
     assert httpx.get(f"http://127.0.0.1:{port}/live").status_code == 200
 
 
+def test_a_head_of_many_headers_is_refused(serve_text):
+    """Each costs the loop time, also for those who look one up: the head is parsed no further."""
+    live = serve_text()
+    head = b"GET /live HTTP/1.1\r\nHost: localhost\r\n"
+    for number, status in ((900, b"200 OK"), (1100, b"431 Too Large"), (60_000, b"431 Too Large")):
+        with connect(live) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(head + b"a:\r\n" * number + b"\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 " + status + b"\r\n")
+    chunked = CHUNKED + b"2\r\n{}\r\n0\r\n" + b"a:\r\n" * 1100
+    with connect(live) as connection:
+        connection.sendall(chunked + b"\r\n")
+        read_to_end(connection)
+    assert live.get("/live").status_code == 200
+
+
 def test_a_large_head_and_a_body_of_tiny_chunks_are_served(serve_text):
     port = serve_text().running.port
     body = b'{"prompt": "hello", "max_tokens": 2, "cache_salt": "%s"}' % (b"a" * 200)

@@ -22,6 +22,9 @@ _logger = logging.getLogger(__name__)
 _MAX_HEAD_BYTES = 1 << 18
 """Largest size of a request's head, and of its trailers. The parser keeps them in memory, and
 copies an incomplete header with each packet."""
+_MAX_HEADERS = 1000
+"""Largest number of headers of a head with its trailers. Each costs the event loop time, again
+whenever one is looked up."""
 _MAX_LOOKED_AT = 1000
 """Number of connections among which one is looked for that may be closed for a new one."""
 
@@ -58,6 +61,10 @@ class _Parser(httptools.HttpRequestParser):
                     what = "no tunnels here"
                     raise httptools.HttpParserInvalidMethodError(what) from None
                 rest = rest[offer.args[0] :]
+            except httptools.HttpParserCallbackError:
+                if not self._connection.has_too_many_headers:
+                    raise
+                return  # The connection refuses the head.
             else:
                 return
             super().feed_data(self._connection.repeat_head())
@@ -71,8 +78,8 @@ class BoundedConnection(HttpToolsProtocol):
     - A connection whose descriptor is one of the last (``core/descriptors.py``) takes the place of
       the one that has waited longest for its client to send something; if there is none it is
       answered 503.
-    - A head, or trailers, of more than ``_MAX_HEAD_BYTES`` is answered 431, and the connection
-      closed.
+    - A head, or trailers, of more than ``_MAX_HEAD_BYTES`` or ``_MAX_HEADERS`` is answered 431, and
+      the connection closed.
     - A client that closes its side and does not read ends the connection at once. asyncio would
       wait until all bytes are sent, which such a client can delay for ever.
     - A request that offers another protocol is answered in HTTP/1.1; see ``_Parser``.
@@ -97,6 +104,7 @@ class BoundedConnection(HttpToolsProtocol):
         # keep the request from being answered.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._kept_bytes = 0  # Bytes received since the last complete head or piece of a body.
+        self._num_headers = 0
         self._is_in_head = self._is_in_body = False
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -124,20 +132,28 @@ class BoundedConnection(HttpToolsProtocol):
             # and those of a body after its answer.
             self._start_head_timer()
         super().data_received(data)
-        if self._kept_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
-            _logger.warning("event=head_refused bytes=%d", self._kept_bytes)
+        is_too_large = self._kept_bytes > _MAX_HEAD_BYTES or self.has_too_many_headers
+        if is_too_large and not self.transport.is_closing():
+            _logger.warning(
+                "event=head_refused bytes=%d headers=%d", self._kept_bytes, self._num_headers
+            )
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.write(_TOO_LARGE)
             self.transport.close()
 
     def on_message_begin(self) -> None:
         """Record that a request's head begins."""
-        self._is_in_head = True
+        self._is_in_head, self._num_headers = True, 0
         self._start_head_timer()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header of the head; trailers are ignored."""
+        """Take a header of the head; trailers are ignored. Raises: ValueError (it is one too many,
+        the parser must not go on).
+        """
+        self._num_headers += 1
+        if self.has_too_many_headers:
+            raise ValueError(self._num_headers)
         if self._is_in_head:
             super().on_header(name, value)
 
@@ -178,6 +194,11 @@ class BoundedConnection(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
+
+    @property
+    def has_too_many_headers(self) -> bool:
+        """True if the head, with its trailers, is refused for the number of its headers."""
+        return self._num_headers > _MAX_HEADERS
 
     @property
     def _is_answered(self) -> bool:
