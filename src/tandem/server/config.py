@@ -107,7 +107,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 30.0
     send_timeout_s: Annotated[
         float,
-        Meta(gt=0, le=3600, description="Seconds a client may leave a stream unread."),
+        Meta(gt=0, le=3600, description="Seconds a client may leave an answer unread."),
     ] = 60.0
     request_timeout_s: Annotated[
         float, Meta(gt=0, le=7 * 86400, description="Seconds a generation may take in all.")

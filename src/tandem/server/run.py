@@ -114,7 +114,7 @@ async def run_server(
     listener = open_listener(config) if listener is None else listener
     settings = uvicorn.Config(
         app,
-        http=make_connection_class(config.head_timeout_s),
+        http=make_connection_class(config.head_timeout_s, config.send_timeout_s),
         ws="none",
         lifespan="on",
         log_config=None,

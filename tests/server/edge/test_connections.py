@@ -162,6 +162,24 @@ def test_a_client_that_does_not_read_is_given_up(serve_text):
         assert live.engine.num_held == 0
 
 
+def test_an_answer_that_is_not_read_is_given_up(serve_text):
+    """Else its connection and its bytes stay for ever, though its request has ended."""
+    live = serve_text(send_timeout_s=0.2)
+    connections = live.running._server.server_state.connections
+    prompt = b'{"prompt": "%s"}' % (b"z" * 2_000_000)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n"
+    for more in (b"", b"Connection: close\r\n"):
+        with connect(live, receives=4096) as connection:
+            connection.sendall(head % (more, len(prompt)) + prompt)
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            wait_until(lambda: not connections)
+    # One who reads gets all of it.
+    reply = serve_text().post(
+        "/tokenize", data=prompt, headers={"Content-Type": "application/json"}
+    )
+    assert reply.json()["count"] == 2_000_000
+
+
 def test_a_full_queue_is_503_with_retry_after(serve_text):
     live = serve_text()
     live.engine.max_running = 2
@@ -362,7 +380,7 @@ def test_a_send_that_fails_is_the_last():
                 yield b"data: x\n\n"
 
         group = GenerationGroup("x", [], Lifecycle(ServerMetrics("tiny")), 10.0)
-        await EventStream(group, events(), 10.0)({"type": "http"}, receive, send)
+        await EventStream(group, events())({"type": "http"}, receive, send)
 
     asyncio.run(run())
     assert 1 <= len(sent) <= 4, "asyncio warns of the fifth"
@@ -511,8 +529,14 @@ def test_a_time_limit_holds_before_a_request_is_generated(serve_text, monkeypatc
     assert live.engine.num_waiting == 0
 
 
-def connect(live) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", live.running.port), WAIT_S)
+def connect(live, receives: int | None = None) -> socket.socket:
+    """Connect to a server; ``receives`` is the size in bytes of the client's buffer."""
+    connection = socket.socket()
+    connection.settimeout(WAIT_S)
+    if receives is not None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receives)
+    connection.connect(("127.0.0.1", live.running.port))
+    return connection
 
 
 def read_to_end(connection: socket.socket) -> bytes:
@@ -586,6 +610,18 @@ def test_connections_that_wait_give_way_when_descriptors_are_scarce(serve_text, 
         limit = 1
         assert live.get("/health").status_code == 200
         assert read_to_end(body) == b""
+        # So does an answer that its client does not read.
+        limit = 2
+        with connect(live, receives=4096) as unread:
+            prompt = b'{"prompt": "%s"}' % (b"z" * 2_000_000)
+            unread.sendall(
+                b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(prompt), prompt)
+            )
+            assert unread.recv(12) == b"HTTP/1.1 200"
+            limit = 1  # It is being closed, and does not count.
+            assert live.get("/health").status_code == 200
+            assert not read_to_end(unread).endswith(b"}"), "it was cut"
         with connect(live) as refused:
             assert read_to_end(refused).startswith(b"HTTP/1.1 503")
         stream.close()

@@ -135,8 +135,7 @@ class Dialect(Generic[R]):
         if task.is_stream:
             events = _make_events(context, group, task.renderer)
             frame = self.frame_error if task.frame_error is None else task.frame_error
-            limit_s = context.config.send_timeout_s
-            return EventStream(group, events, limit_s, frame, self.stream_type)
+            return EventStream(group, events, frame, self.stream_type)
         try:
             document = await run_while_connected(
                 http.receive, collect_answer(context, group, task.renderer)

@@ -1,5 +1,6 @@
 """The connection class that uvicorn uses: HTTP/1.1 with limits on the size of what a client may
-send, on the time it may take for a head, and on the number of connections that only wait.
+send, on the time it may take for a head and to read an answer, and on the number of connections
+that only wait.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ copies an incomplete header with each packet."""
 _MAX_HEADERS = 1000
 """Largest number of headers of a head with its trailers. Each costs the event loop time, again
 whenever one is looked up."""
+_MIN_READ_BYTES = 1 << 16
+"""Bytes of an answer that a client must read in ``send_timeout_s``, if there are so many."""
 _MAX_LOOKED_AT = 1000
 """Number of connections among which one is looked for that may be closed for a new one."""
 
@@ -71,15 +74,17 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection over httptools, with six changes that no setting of uvicorn makes.
+    """uvicorn's connection over httptools, with seven changes that no setting of uvicorn makes.
 
     - A head that is not complete ``head_timeout_s`` after its first byte, or after the connection
       was made, is answered 408; a connection that has sent nothing by then is closed.
     - A connection whose descriptor is one of the last (``core/descriptors.py``) takes the place of
-      the one that has waited longest for its client to send something; if there is none it is
-      answered 503.
+      the one that has waited longest for its client to send or read something; if there is none it
+      is answered 503.
     - A head, or trailers, of more than ``_MAX_HEAD_BYTES`` or ``_MAX_HEADERS`` is answered 431, and
       the connection closed.
+    - A client that does not read an answer for ``send_timeout_s`` ends the connection, also when
+      all of the answer has been written and the connection waits to be closed.
     - A client that closes its side and does not read ends the connection at once. asyncio would
       wait until all bytes are sent, which such a client can delay for ever.
     - A request that offers another protocol is answered in HTTP/1.1; see ``_Parser``.
@@ -93,6 +98,8 @@ class BoundedConnection(HttpToolsProtocol):
 
     head_timeout_s = 30.0
     """Seconds a client may take to send a request's head."""
+    send_timeout_s = 60.0
+    """Seconds a client may leave an answer unread."""
     open_connections: "dict[BoundedConnection, None]"
     """The open connections, ordered by when their clients last sent a whole head or a piece of a
     body. A class of its own for each server has it."""
@@ -106,6 +113,9 @@ class BoundedConnection(HttpToolsProtocol):
         self._kept_bytes = 0  # Bytes received since the last complete head or piece of a body.
         self._num_headers = 0
         self._is_in_head = self._is_in_body = False
+        self._is_paused = False  # True while the transport wants nothing written.
+        self._unread_bytes = 0  # Bytes to be sent when `_send_timer` was started.
+        self._send_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -122,6 +132,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Forget the connection."""
         self.open_connections.pop(self, None)
         self._stop_head_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -140,6 +151,9 @@ class BoundedConnection(HttpToolsProtocol):
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.write(_TOO_LARGE)
             self.transport.close()
+        if self.transport.is_closing() and self._send_timer is None:
+            # It was closed here or, because of bytes that are no request, by uvicorn.
+            self._watch_sending()
 
     def on_message_begin(self) -> None:
         """Record that a request's head begins."""
@@ -176,6 +190,9 @@ class BoundedConnection(HttpToolsProtocol):
         """Begin the request; do nothing if the head must be parsed again without ``Upgrade``."""
         self._kept_bytes, self._is_in_head, self._is_in_body = 0, False, True
         self._stop_head_timer()
+        if not self._is_paused:
+            # A client that asks again has read its answer, as clients do that do not pipeline.
+            self._stop_send_timer()
         self._note_progress()
         if not self.parser.should_upgrade():
             super().on_headers_complete()
@@ -187,6 +204,25 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_body = False
         if not self.parser.should_upgrade():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """End an answer, whose last bytes the client must read in bounded time."""
+        super().on_response_complete()
+        self._watch_sending()
+
+    def pause_writing(self) -> None:
+        """Stop writing: the client must read in bounded time."""
+        self._is_paused = True
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        """Go on with writing, because the client has read."""
+        self._is_paused = False
+        super().resume_writing()
+        self._stop_send_timer()
+        if self._is_answered:
+            self._watch_sending()
 
     def repeat_head(self) -> bytes:
         """Return the head that was parsed last, without its header ``Upgrade``."""
@@ -224,27 +260,61 @@ class BoundedConnection(HttpToolsProtocol):
             if self._is_in_head:
                 self.transport.write(_TOO_LATE)
             self.transport.close()
+            self._watch_sending()
+
+    def _watch_sending(self) -> None:
+        self._stop_send_timer()
+        self._unread_bytes = self.transport.get_write_buffer_size()
+        if self._unread_bytes:
+            loop = asyncio.get_running_loop()
+            self._send_timer = loop.call_later(self.send_timeout_s, self._end_sending)
+
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def _end_sending(self) -> None:
+        self._send_timer = None
+        left = self.transport.get_write_buffer_size()
+        if left > max(self._unread_bytes - _MIN_READ_BYTES, 0):
+            _logger.info("event=answer_unread bytes=%d", left)
+            self.transport.abort()
+        else:
+            self._watch_sending()
 
     def _note_progress(self) -> None:
         if self.open_connections.pop(self, self) is None:
             self.open_connections[self] = None
 
     def _free_another(self) -> bool:
-        """Abort the connection that has waited longest for a head, or else for a body; return False
-        if there is none.
+        """Abort the connection that has waited longest for a head, or else for a body, or else for
+        an answer to be read; return False if there is none.
         """
         looked_at = [*itertools.islice(self.open_connections, _MAX_LOOKED_AT)]
-        waiting = [each for each in looked_at if each is not self and each._is_answered]
-        waiting += [each for each in looked_at if each is not self and each._is_in_body]
-        for each in waiting:
-            if not each.transport.is_closing():
-                _logger.warning("event=connection_given_up waiting=%d", len(waiting))
-                each.transport.abort()
-                return True
-        return False
+        others = [each for each in looked_at if each is not self]
+        open_ones = [each for each in others if not each.transport.is_closing()]
+        waiting = [each for each in open_ones if each._is_answered]
+        waiting += [each for each in open_ones if each._is_in_body]
+        waiting += [each for each in others if each._send_timer is not None]
+        if not waiting:
+            return False
+        _logger.warning("event=connection_given_up waiting=%d", len(waiting))
+        self.open_connections.pop(waiting[0])
+        waiting[0].transport.abort()
+        return True
 
 
-def make_connection_class(head_timeout_s: float) -> type[BoundedConnection]:
-    """Return the class of a server's connections, which know each other."""
-    members = {"head_timeout_s": head_timeout_s, "open_connections": {}}
+def make_connection_class(head_timeout_s: float, send_timeout_s: float) -> type[BoundedConnection]:
+    """Return the class of a server's connections, which know each other.
+
+    Args:
+        head_timeout_s: seconds a client may take to send a request's head.
+        send_timeout_s: seconds a client may leave an answer unread.
+    """
+    members = {
+        "head_timeout_s": head_timeout_s,
+        "send_timeout_s": send_timeout_s,
+        "open_connections": {},
+    }
     return type("ServerConnection", (BoundedConnection,), members)

@@ -40,12 +40,12 @@ def frame_error(body: ErrorBody, status: int) -> bytes:
 
 
 class EventStream(Response):
-    """A response that sends events until they end, or the client leaves or stops reading.
+    """A response that sends events until they end or the client leaves. The connection ends if the
+    client stops reading (``BoundedConnection``).
 
     Args:
         group: generations; owned from now on.
         events: encoded events made from the pieces of ``group``, the final one included.
-        send_timeout_s: seconds for which the client may leave sent bytes unread.
         frame_error: encodes an error as an event.
         media_type: media type of the stream.
     """
@@ -54,7 +54,6 @@ class EventStream(Response):
         self,
         group: GenerationGroup,
         events: AsyncGenerator[bytes, None],
-        send_timeout_s: float,
         frame_error: WriteError = frame_error,
         media_type: str = "text/event-stream",
     ) -> None:
@@ -67,7 +66,6 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._group = group
         self._events = events
-        self._send_timeout_s = send_timeout_s
         self._frame_error = frame_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,8 +85,6 @@ class EventStream(Response):
                     await self._send_event(send, event)
         except TandemError as error:
             await self._send_event(send, self._describe(error))
-        except ClientGoneError:
-            raise
         except Exception:
             _logger.exception("event=stream_failed name=%s", self._group.name)
             failure = InternalError("server.stream", "the server failed; its log says why")
@@ -100,13 +96,7 @@ class EventStream(Response):
         return self._frame_error(described.body, described.status)
 
     async def _send_event(self, send: Send, event: bytes) -> None:
-        # `send` returns at once while the socket's buffer has room, and waits while the client
-        # reads too slowly: the timeout ends that wait.
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        except TimeoutError as error:
-            raise ClientGoneError from error
+        await send({"type": "http.response.body", "body": event, "more_body": True})
         # asyncio reports a failed send in the loop's next turn: without a turn between events that
         # are ready together, all of them would be written to a closed socket.
         await asyncio.sleep(0)
