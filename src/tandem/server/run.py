@@ -11,6 +11,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 
@@ -112,9 +113,15 @@ async def run_server(
         ConfigError: the address cannot be bound, or the certificate cannot be read.
     """
     listener = open_listener(config) if listener is None else listener
+    try:
+        tls = _load_tls(config)
+    except OSError as error:  # ssl.SSLError is a subclass of OSError.
+        listener.close()
+        what = f"cannot use {config.ssl_certfile} with {config.ssl_keyfile}: {error}"
+        raise ConfigError("server.run", what, field="server.ssl_certfile") from error
     settings = uvicorn.Config(
         app,
-        http=make_connection_class(config.head_timeout_s, config.send_timeout_s),
+        http=make_connection_class(config.head_timeout_s, config.send_timeout_s, tls),
         ws="none",
         lifespan="on",
         log_config=None,
@@ -125,18 +132,10 @@ async def run_server(
         proxy_headers=False,
         timeout_keep_alive=_IDLE_CONNECTION_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-        ssl_certfile=config.ssl_certfile,
-        ssl_keyfile=config.ssl_keyfile,
     )
-    try:
-        settings.load()
-    except OSError as error:  # ssl.SSLError is a subclass of OSError.
-        listener.close()
-        what = f"cannot use {config.ssl_certfile} with {config.ssl_keyfile}: {error}"
-        raise ConfigError("server.run", what, field="server.ssl_certfile") from error
     server = _Server(settings)
     port = listener.getsockname()[1]
-    scheme = "https" if config.ssl_certfile is not None else "http"
+    scheme = "http" if tls is None else "https"
     # An address that stands for all of this machine's is none that a client can ask.
     host = ALL_ADDRESSES.get(config.host, config.host)
     host = f"[{host}]" if ":" in host else host
@@ -155,6 +154,14 @@ async def run_server(
         await asyncio.sleep(0)
         listener.close()
         app.state.context.close()
+
+
+def _load_tls(config: ServerConfig) -> ssl.SSLContext | None:
+    if config.ssl_certfile is None:
+        return None
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    return tls
 
 
 async def _serve_to_the_end(server: uvicorn.Server, listener: socket.socket) -> None:

@@ -244,6 +244,55 @@ def test_tls_clients_that_leave_wide_streams_are_no_warnings(serve_text, certifi
     assert [r.getMessage() for r in caplog.records if r.name == "asyncio"] == []
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_a_handshake_has_a_limit_of_time_and_gives_way(serve_text, certificate, monkeypatch):
+    """Half-done ones take descriptors as half-sent heads do, before there is any request."""
+    cert, key = certificate
+    live = serve_text(ssl_certfile=cert, ssl_keyfile=key, head_timeout_s=0.3)
+
+    def connect(begin):
+        connection = socket.create_connection(("127.0.0.1", live.running.port), WAIT_S)
+        connection.sendall(begin)
+        return connection
+
+    hello = bytes.fromhex("16030100c8010000c40303")
+    for begin in (b"", hello, b"GET / HTTP/1.1\r\n\r\n"):
+        with connect(begin) as connection, contextlib.suppress(ConnectionResetError):
+            while connection.recv(4096):
+                pass
+    connections = live.running._server.server_state.connections
+    wait_until(lambda: not connections)
+    live = serve_text(ssl_certfile=cert, ssl_keyfile=key)
+    connections = live.running._server.server_state.connections
+
+    def is_scarce(_: int) -> bool:
+        return sum(not each.transport.is_closing() for each in connections) > 6
+
+    monkeypatch.setattr("tandem.server.edge.bounded_connection.is_scarce", is_scarce)
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(connect(hello))
+        assert requests.get(f"{live.url}/health", verify=cert, timeout=WAIT_S).status_code == 200
+    wait_until(lambda: not connections)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_a_tls_client_that_does_not_read_its_answer_is_given_up(serve_text, certificate):
+    cert, key = certificate
+    live = serve_text(ssl_certfile=cert, ssl_keyfile=key, send_timeout_s=0.2)
+    connections = live.running._server.server_state.connections
+    prompt = b'{"prompt": "%s"}' % (b"z" * 2_000_000)
+    head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    context = ssl.create_default_context(cafile=cert)
+    plain = socket.socket()
+    plain.settimeout(WAIT_S)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    plain.connect(("127.0.0.1", live.running.port))
+    with context.wrap_socket(plain, server_hostname="localhost") as connection:
+        connection.sendall(head % len(prompt) + prompt)
+        wait_until(lambda: not connections)
+
+
 def test_an_unreadable_certificate_is_a_config_error(serve_text, tmp_path):
     path = tmp_path / "cert.pem"
     path.write_text("no certificate")

@@ -6,6 +6,7 @@ that only wait.
 import asyncio
 import itertools
 import logging
+import ssl
 from typing import TYPE_CHECKING, Any
 
 import httptools
@@ -74,10 +75,12 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """uvicorn's connection over httptools, with seven changes that no setting of uvicorn makes.
+    """uvicorn's connection over httptools, with eight changes that no setting of uvicorn makes.
 
     - A head that is not complete ``head_timeout_s`` after its first byte, or after the connection
       was made, is answered 408; a connection that has sent nothing by then is closed.
+    - TLS begins after the connection was made, so that its handshake is within that time, and
+      connections in it count among those that wait.
     - A connection whose descriptor is one of the last (``core/descriptors.py``) takes the place of
       the one that has waited longest for its client to send or read something; if there is none it
       is answered 503.
@@ -100,6 +103,8 @@ class BoundedConnection(HttpToolsProtocol):
     """Seconds a client may take to send a request's head."""
     send_timeout_s = 60.0
     """Seconds a client may leave an answer unread."""
+    tls: ssl.SSLContext | None = None
+    """Certificate and settings of TLS; None: the server speaks without."""
     open_connections: "dict[BoundedConnection, None]"
     """The open connections, ordered by when their clients last sent a whole head or a piece of a
     body. A class of its own for each server has it."""
@@ -111,6 +116,9 @@ class BoundedConnection(HttpToolsProtocol):
         # keep the request from being answered.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self._kept_bytes = 0  # Bytes received since the last complete head or piece of a body.
+        self._handshake: asyncio.Task[None] | None = None
+        self._early: list[bytes] | None = None  # Bytes that came before the handshake was noted.
+        self._encrypted: asyncio.Transport | None = None  # What TLS writes to.
         self._num_headers = 0
         self._is_in_head = self._is_in_body = False
         self._is_paused = False  # True while the transport wants nothing written.
@@ -123,10 +131,40 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self.open_connections[self] = None
         if is_scarce(transport.get_extra_info("socket").fileno()) and not self._free_another():
-            transport.write(_TOO_MANY)
+            if self.tls is None:
+                transport.write(_TOO_MANY)
             transport.close()
             return
         self._start_head_timer()
+        if self.tls is not None:
+            transport.pause_reading()
+            self._early = []
+            self._handshake = asyncio.get_running_loop().create_task(
+                self._shake_hands(transport, self.tls)
+            )
+
+    async def _shake_hands(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        if transport.is_closing():  # It gave way to another connection.
+            return
+        try:
+            secured = await asyncio.get_running_loop().start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=self.head_timeout_s
+            )
+        except OSError as error:  # ssl.SSLError and the client's leaving are such.
+            _logger.debug("event=handshake_failed error=%s", error)
+            transport.abort()
+            self.connection_lost(error)
+            return
+        if secured is None:  # The connection was closed meanwhile, here or by its client.
+            self.connection_lost(None)
+            return
+        if self not in self.open_connections:
+            return
+        early, self._early = self._early or [], None
+        super().connection_made(secured)
+        self._encrypted = transport
+        for data in early:
+            self.data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -137,6 +175,9 @@ class BoundedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes; close the connection if its head or trailers are too large."""
+        if self._early is not None:
+            self._early.append(data)
+            return
         self._kept_bytes += len(data)
         if not self._is_in_body or self._is_answered:
             # Bytes end uvicorn's own limit of an idle connection, also those that belong to no head
@@ -183,7 +224,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def eof_received(self) -> None:
         """Abort the connection if the client has closed its side with unsent bytes left."""
-        if self.transport.get_write_buffer_size():
+        if self._count_unsent():
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
@@ -262,9 +303,14 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.close()
             self._watch_sending()
 
+    def _count_unsent(self) -> int:
+        size = self.transport.get_write_buffer_size()
+        # TLS counts only what it has not encrypted yet.
+        return size if self._encrypted is None else size + self._encrypted.get_write_buffer_size()
+
     def _watch_sending(self) -> None:
         self._stop_send_timer()
-        self._unread_bytes = self.transport.get_write_buffer_size()
+        self._unread_bytes = self._count_unsent()
         if self._unread_bytes:
             loop = asyncio.get_running_loop()
             self._send_timer = loop.call_later(self.send_timeout_s, self._end_sending)
@@ -276,7 +322,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _end_sending(self) -> None:
         self._send_timer = None
-        left = self.transport.get_write_buffer_size()
+        left = self._count_unsent()
         if left > max(self._unread_bytes - _MIN_READ_BYTES, 0):
             _logger.info("event=answer_unread bytes=%d", left)
             self.transport.abort()
@@ -305,16 +351,20 @@ class BoundedConnection(HttpToolsProtocol):
         return True
 
 
-def make_connection_class(head_timeout_s: float, send_timeout_s: float) -> type[BoundedConnection]:
+def make_connection_class(
+    head_timeout_s: float, send_timeout_s: float, tls: ssl.SSLContext | None
+) -> type[BoundedConnection]:
     """Return the class of a server's connections, which know each other.
 
     Args:
         head_timeout_s: seconds a client may take to send a request's head.
         send_timeout_s: seconds a client may leave an answer unread.
+        tls: certificate and settings of TLS; None: the server speaks without.
     """
     members = {
         "head_timeout_s": head_timeout_s,
         "send_timeout_s": send_timeout_s,
+        "tls": tls,
         "open_connections": {},
     }
     return type("ServerConnection", (BoundedConnection,), members)
