@@ -9,14 +9,17 @@ import msgspec
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Message, Receive
 
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.server.batches.store import BatchStore, KeptBatch, Upload
+from tandem.server.batches.transfers import FileAnswer, make_steady
 from tandem.server.batches.worker import BatchWorker, now_s
+from tandem.server.clients import current_client
 from tandem.server.context import ServerContext
+from tandem.server.edge.connection import ClientGoneError
 from tandem.server.edge.http_errors import HttpError
 from tandem.server.protocol.batches import (
     Batch,
@@ -47,6 +50,8 @@ _UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 _MAX_FIELDS = 16
 _FORM_BYTES = 1 << 16
 """Largest size in bytes of an upload's multipart form beside the file in it."""
+_LONGEST_TYPE = 1024
+"""Largest length of an upload's content type: its parser takes seconds for one of 256 KiB."""
 _MAX_LISTED = 100
 _MAX_FILES_LISTED = 10_000
 _Kept = TypeVar("_Kept", Batch, FileObject)
@@ -69,14 +74,15 @@ def _find_owner(context: ServerContext, http: Request) -> str:
 
 async def upload_file(context: ServerContext, http: Request) -> Response:
     """Store a file for a batch."""
-    store, config = _find_worker(context).store, context.config
-    _check_form(http.headers.get("content-type"))
+    worker, config = _find_worker(context), context.config
+    _check_form(http.headers.get("content-type", ""))
     declared = http.headers.get("content-length", "0")
     if int(declared) > config.batch_bytes + _FORM_BYTES:
         _refuse_size(config.batch_bytes)
-    with Upload(store) as room:
-        receive = _bound_receive(http.receive, room, config.batch_bytes, config.body_timeout_s)
-        return await _store_upload(context, Request(http.scope, receive), store, room)
+    with worker.transfers.take_place(current_client.get()), Upload(worker.store) as room:
+        steady = make_steady(http.receive, config.body_timeout_s)
+        receive = _bound_receive(steady, room, config.batch_bytes)
+        return await _store_upload(context, Request(http.scope, receive), worker.store, room)
 
 
 async def _store_upload(
@@ -105,15 +111,22 @@ async def _store_upload(
     except HTTPException as error:
         what = f"the body is no form with a file: {error.detail}"
         raise ConfigError("server.files", what) from error
+    except ClientDisconnect as error:
+        raise ClientGoneError from error
     except TimeoutError as error:
         raise HttpError(408, "the file did not arrive in time", code="body_timeout") from error
     return _answer(file)
 
 
-def _check_form(content_type: str | None) -> None:
+def _check_form(content_type: str) -> None:
     """Refuse a body that is no multipart form, or a form of another encoding than UTF-8: Python has
     codecs that decode in the square of the length, and the form's parser would take any by name.
     """
+    if len(content_type) > _LONGEST_TYPE:
+        what = (
+            f"the content type has {len(content_type)} characters, at most {_LONGEST_TYPE} are read"
+        )
+        raise ConfigError("server.files", what, field="Content-Type")
     kind, options = parse_options_header(content_type)
     if kind != b"multipart/form-data":
         raise ConfigError("server.files", "the body is no form with a file: multipart/form-data")
@@ -123,16 +136,15 @@ def _check_form(content_type: str | None) -> None:
         raise UnsupportedError("server.files", what, field="charset")
 
 
-def _bound_receive(receive: Receive, room: Upload, limit: int, pause_s: float) -> Receive:
-    """Return a function that receives a form as long as its file fits and no part takes longer than
-    ``pause_s``. What has come counts as stored.
+def _bound_receive(receive: Receive, room: Upload, limit: int) -> Receive:
+    """Return a function that receives a form as long as its file fits. What has come counts as
+    stored.
     """
     total = 0
 
     async def receive_some() -> Message:
         nonlocal total
-        async with asyncio.timeout(pause_s):
-            message = await receive()
+        message = await receive()
         size = len(message.get("body", b""))
         total += size
         if total > limit + _FORM_BYTES:
@@ -191,9 +203,12 @@ async def get_file(context: ServerContext, http: Request) -> Response:
 
 async def get_file_content(context: ServerContext, http: Request) -> Response:
     """Return the content of a file."""
-    store = _find_worker(context).store
-    file = store.find_file(_find_owner(context, http), http.path_params["id"])
-    return FileResponse(store.find_path(file.id), media_type="application/octet-stream")
+    worker, owner = _find_worker(context), _find_owner(context, http)
+    store = worker.store
+    file = store.find_file(owner, http.path_params["id"])
+    # A batch's output may grow meanwhile: what there is now is sent.
+    path, size = store.find_path(file.id), file.bytes
+    return FileAnswer(path, size, worker.transfers, current_client.get())
 
 
 async def delete_file(context: ServerContext, http: Request) -> Response:

@@ -24,6 +24,7 @@ from starlette.types import Message
 from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.logs import current_request_id
 from tandem.server.batches.store import BatchStore, KeptBatch
+from tandem.server.batches.transfers import Transfers
 from tandem.server.clients import BATCHES, current_client
 from tandem.server.config import ServerConfig
 from tandem.server.protocol.batches import BatchError, BatchErrors, BatchLine
@@ -126,6 +127,7 @@ class BatchWorker:
         max_line_bytes: int,
     ) -> None:
         self.store = store
+        self.transfers = Transfers()
         self._send = send
         self._width = width
         self._keep_s = keep_s
