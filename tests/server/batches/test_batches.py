@@ -19,7 +19,7 @@ from vocabularies import make_byte_level_tokenizer
 from tandem.core.errors import CapacityError, ConflictError, NotFoundError
 from tandem.core.wire import NO_SLO
 from tandem.server.batches.store import BatchStore, KeptBatch, Upload
-from tandem.server.protocol.batches import Batch
+from tandem.server.protocol.batches import Batch, BatchError, BatchErrors
 
 CHAT = "/v1/chat/completions"
 OVER = {"completed", "failed", "cancelled", "expired"}
@@ -133,6 +133,11 @@ def test_wrong_input_fails_as_a_whole(servers, engine, connect):
         assert batch.status == "failed", code
         assert [(error.code, error.line) for error in batch.errors.data] == [(code, line)]
         assert engine.requests == []
+    wide = make_line(1) | {"custom_id": "\U000e0001" * 100}
+    text = json.dumps(wide, ensure_ascii=False)
+    batch = client.end(client.begin([text + "\n"] * 99))
+    assert {error.code for error in batch.errors.data} == {"duplicate_custom_id"}
+    assert max(len(error.message) for error in batch.errors.data) <= 300
 
 
 def test_cancel_keeps_what_is_answered(servers, engine, connect):
@@ -196,7 +201,7 @@ def test_a_restart_goes_on(tmp_path, engine, connect):
 
 
 def test_files_are_their_keys_alone_and_bounded(servers, engine, connect):
-    live = servers.start(engine, api_key=("one", "two"), batch_bytes=20_000)
+    live = servers.start(engine, api_key=("one", "two"), batch_bytes=28_000)
     one, two = (connect(live, key).api for key in ("one", "two"))
     file = one.files.create(file=("a.jsonl", io.BytesIO(b"x" * 15_000)), purpose="batch")
     assert (file.bytes, file.filename) == (15_000, "a.jsonl")
@@ -294,11 +299,11 @@ def test_a_batch_whose_answers_fill_the_disk_fails_by_name(small_disk, engine, c
 
 def test_what_a_crash_left_of_an_upload_is_removed(tmp_path):
     """A content without a description, and a draft that did not replace one."""
-    store = BatchStore(tmp_path, 1000)
+    store = BatchStore(tmp_path, 10_000)
     kept = store.add_file("ann", "a", "batch", io.BytesIO(b"abc"), 0)
     (tmp_path / "files" / "file-lost").write_bytes(b"x" * 100)
     (tmp_path / "files" / "file-lost.new").write_bytes(b"{")
-    again = BatchStore(tmp_path, 1000)
+    again = BatchStore(tmp_path, 10_000)
     assert [file.id for file in again.list_files("ann")] == [kept.id]
     names = {path.name for path in (tmp_path / "files").iterdir()}
     assert names == {kept.id, f"{kept.id}.json"}
@@ -306,27 +311,35 @@ def test_what_a_crash_left_of_an_upload_is_removed(tmp_path):
 
 def test_all_that_clients_make_the_server_keep_counts(tmp_path):
     """Records and uploads in progress too; what has ended is deleted by its owner or its age."""
-    store = BatchStore(tmp_path, 40_000)
+    store = BatchStore(tmp_path, 50_000)
+
+    def measure_disk():
+        return sum(each.stat().st_blocks * 512 for each in tmp_path.rglob("*") if each.is_file())
+
+    def make_batch(number, **more):
+        metadata = {f"{i}": "x" * 500 for i in range(16)}
+        times = {"created_at": number, "expires_at": 0} | more
+        batch = Batch(id=f"b{number}", endpoint=CHAT, input_file_id="i", completion_window="1m",
+                      metadata=metadata, **times)  # fmt: skip
+        return KeptBatch("ann", batch)
 
     def add_batch(number, **times):
-        metadata = {f"{i}": "x" * 500 for i in range(16)}
-        batch = Batch(id=f"b{number}", endpoint=CHAT, input_file_id="i", completion_window="1m",
-                      created_at=number, expires_at=0, metadata=metadata, **times)  # fmt: skip
-        store.put_batch(KeptBatch("ann", batch))
+        store.put_batch(make_batch(number, **times))
 
     for number in range(4):
         add_batch(number, status="completed", completed_at=number)
-    with pytest.raises(CapacityError, match="40000 bytes"):
+    with pytest.raises(CapacityError, match="50000 bytes"):
         add_batch(4)
     with Upload(store) as room:
-        room.add(1000)
+        room.add(500)
         with pytest.raises(CapacityError):
             room.add(4000)
     store.delete_batch("ann", "b3")
     with Upload(store) as room:
         for _ in range(6):
             room.add(1000)
-        file = store.add_file("ann", "a", "batch", io.BytesIO(b"x" * 5000), 2, room)
+        file = store.add_file("ann", "a", "batch", io.BytesIO(b"x" * 4096), 2, room)
+    assert measure_disk() <= store._num_bytes <= 50_000
     with pytest.raises(CapacityError):
         add_batch(5)
     store.delete_old(2)
@@ -334,14 +347,41 @@ def test_all_that_clients_make_the_server_keep_counts(tmp_path):
     store.delete_old(3)
     assert store.list_batches() == []
     assert store.list_files("ann") == []
-    assert file.bytes == 5000
-    assert store._num_bytes == 0
+    assert file.bytes == 4096
+    assert store._num_bytes == measure_disk() == 0
     add_batch(6)
     with pytest.raises(ConflictError, match="cancel it first"):
         store.delete_batch("ann", "b6")
     with pytest.raises(NotFoundError):
         store.delete_batch("bob", "b6")
-    assert BatchStore(tmp_path, 40_000)._num_bytes == store._num_bytes
+    assert BatchStore(tmp_path, 50_000)._num_bytes == store._num_bytes
+    # A known batch ends though there is no room; what its errors cite counts.
+    add_batch(7)
+    files = []
+    with pytest.raises(CapacityError):
+        while True:
+            files.append(store.add_file("ann", "a", "batch", None, 6))
+    ended = make_batch(7, status="failed", failed_at=8)
+    ended.batch.errors = BatchErrors(data=[BatchError(code="x", message="m" * 300)])
+    store.put_batch(ended)
+    ended.batch.errors.data *= 99
+    with pytest.raises(CapacityError):
+        store.put_batch(ended)
+    # Small outputs take a block, and lines fill it.
+    for each in files:
+        store.delete_file("ann", each.id)
+    before = store._num_bytes
+    output = store.add_file("ann", "a", "batch_output", None, 6)
+    for _ in range(9):
+        store.append(output.id, b"x" * 999 + b"\n")
+    assert measure_disk() <= store._num_bytes
+    with (tmp_path / "files" / output.id).open("ab") as content:
+        content.write(b"y" * 100)
+    store.repair(output.id)
+    assert store.find_file("ann", output.id).bytes == 9000
+    assert len([*store.read_lines(output.id)]) == 9
+    store.delete_file("ann", output.id)
+    assert store._num_bytes == before
 
 
 def test_a_page_begins_after_an_id_that_there_is(servers, engine, connect):

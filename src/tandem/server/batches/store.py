@@ -2,11 +2,11 @@
 restarts.
 
 The folder has ``files/ID`` with a file's content, and ``files/ID.json`` and ``batches/ID.json``
-with records, which are replaced atomically. All of it counts in the limit, as do uploads that have
-not ended; what has ended long ago is deleted. The output of a batch is a file that grows by a line
-for each request, so that after a restart it goes on after the last complete line. If the disk is
-full, nothing changes, and what was begun is undone. All methods block; calls may come from any
-thread.
+with records, which are replaced atomically. All of it counts in the limit, in whole blocks as on a
+disk, as do uploads that have not ended; what has ended long ago is deleted. The output of a batch
+is a file that grows by a line for each request, so that after a restart it goes on after the last
+complete line. If the disk is full, nothing changes, and what was begun is undone. All methods
+block; calls may come from any thread.
 """
 
 import errno
@@ -26,8 +26,11 @@ from tandem.server.protocol.batches import Batch, FileObject
 __all__ = ["BatchStore", "KeptBatch", "KeptFile", "Upload"]
 
 _COPY_BYTES = 1 << 20
-_RECORD_BYTES = 512
-"""Bytes that a record counts beside its content."""
+_BLOCK_BYTES = 4096
+"""Size in which files take room on a disk, the smallest as well."""
+_GROWTH_BYTES = 2048
+"""Bytes that a new record counts beside its content, for what a batch's end adds: times, counts,
+ids and one error."""
 MAX_FILES = MAX_BATCHES = 10_000
 """Numbers of files and of batches that are kept."""
 
@@ -131,7 +134,7 @@ class BatchStore:
             kept_batch = msgspec.json.decode(path.read_bytes(), type=KeptBatch)
             self._batches[kept_batch.batch.id] = kept_batch
             self._record_bytes[kept_batch.batch.id] = _measure(kept_batch)
-        self._num_bytes = sum(kept.file.bytes for kept in self._files.values())
+        self._num_bytes = sum(_round_up(kept.file.bytes) for kept in self._files.values())
         self._num_bytes += sum(self._record_bytes.values())
 
     # The methods from here to ``put_batch`` manage uploaded files and result files.
@@ -181,8 +184,9 @@ class BatchStore:
                     out.write(part)
             file.bytes = num_reserved
             record_bytes = _measure(kept)
-            self.reserve(record_bytes)
-            num_reserved += record_bytes
+            more = _round_up(file.bytes) - file.bytes + record_bytes
+            self.reserve(more)
+            num_reserved += more
             _replace(path.with_suffix(".json"), kept)
         except BaseException:
             path.unlink(missing_ok=True)
@@ -236,7 +240,7 @@ class BatchStore:
 
     def _drop_file(self, file: FileObject) -> None:
         del self._files[file.id]
-        self._num_bytes -= file.bytes + self._record_bytes.pop(file.id)
+        self._num_bytes -= _round_up(file.bytes) + self._record_bytes.pop(file.id)
         path = self._files_folder / file.id
         path.with_suffix(".json").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
@@ -245,12 +249,13 @@ class BatchStore:
         """Return the path of the content of a stored file."""
         return self._files_folder / file_id
 
-    def read_lines(self, file_id: str, max_line_bytes: int) -> Iterator[bytes]:
-        """Yield the lines of a file, without empty ones; a longer line is cut after
-        ``max_line_bytes``.
+    def read_lines(self, file_id: str, max_line_bytes: int | None = None) -> Iterator[bytes]:
+        """Yield the lines of a file, without empty ones; one of more than ``max_line_bytes`` is cut
+        one byte later.
         """
+        size = -1 if max_line_bytes is None else max_line_bytes + 1
         with self.find_path(file_id).open("rb") as content:
-            while line := content.readline(max_line_bytes + 1):
+            while line := content.readline(size):
                 if line.strip():
                     yield line
 
@@ -260,10 +265,11 @@ class BatchStore:
         Raises:
             CapacityError: the limit of all files or the disk leaves no room; the file is unchanged.
         """
-        self.reserve(len(line))
         path = self.find_path(file_id)
         with self._lock:
             file = self._files[file_id].file
+            more = _round_up(file.bytes + len(line)) - _round_up(file.bytes)
+            self.reserve(more)
             try:
                 with _name_full_disk(), path.open("ab") as out:
                     out.write(line)
@@ -272,19 +278,26 @@ class BatchStore:
                 # next line would be appended to that part.
                 with suppress(OSError):
                     os.truncate(path, file.bytes)
-                self.reserve(-len(line))
+                self.reserve(-more)
                 raise
             file.bytes += len(line)
 
-    def repair(self, file_id: str) -> list[bytes]:
-        """Truncate a file after its last complete line; return its lines."""
+    def repair(self, file_id: str) -> None:
+        """Truncate a file after its last complete line."""
         with self._lock, self.find_path(file_id).open("rb+") as content:
-            whole = content.read()
-            end = whole.rfind(b"\n") + 1
+            end = content.seek(0, os.SEEK_END)
+            while end:
+                begin = max(end - _COPY_BYTES, 0)
+                content.seek(begin)
+                found = content.read(end - begin).rfind(b"\n")
+                if found >= 0:
+                    end = begin + found + 1
+                    break
+                end = begin
             content.truncate(end)
-            self._files[file_id].file.bytes = end
-            self._num_bytes -= len(whole) - end
-        return whole[:end].splitlines()
+            file = self._files[file_id].file
+            self._num_bytes += _round_up(end) - _round_up(file.bytes)
+            file.bytes = end
 
     # The methods below manage the records of batches.
 
@@ -292,25 +305,25 @@ class BatchStore:
         """Store the present state of a batch.
 
         Raises:
-            CapacityError: the disk is full, or there is no room for another batch. A batch that is
-                known already has its new state in memory; after a restart it has the state that
-                was last written.
+            CapacityError: the disk is full, or there is no room for another batch, or for more of a
+                known one than the end of every batch adds. A batch that is known already has its
+                new state in memory; after a restart it has the state that was last written.
         """
         with self._lock:
-            batch_id, record_bytes = kept.batch.id, _measure(kept)
-            is_new = batch_id not in self._batches
-            if is_new:
+            batch_id = kept.batch.id
+            if batch_id in self._batches:
+                old_bytes = self._record_bytes[batch_id]
+                record_bytes = max(old_bytes, _measure(kept, 0))
+            else:
                 if len(self._batches) >= MAX_BATCHES:
                     raise _no_room(f"{MAX_BATCHES} batches are kept")
-                self.reserve(record_bytes)
+                old_bytes, record_bytes = 0, _measure(kept)
+            self.reserve(record_bytes - old_bytes)
             try:
                 _replace(self._batches_folder / f"{batch_id}.json", kept)
             except BaseException:
-                if is_new:
-                    self.reserve(-record_bytes)
+                self.reserve(old_bytes - record_bytes)
                 raise
-            if not is_new:
-                self._num_bytes += record_bytes - self._record_bytes[batch_id]
             self._record_bytes[batch_id] = record_bytes
             self._batches[batch_id] = kept
 
@@ -363,8 +376,12 @@ class BatchStore:
         return sorted(found, key=lambda kept: (-kept.batch.created_at, kept.batch.id))
 
 
-def _measure(record: msgspec.Struct) -> int:
-    return len(msgspec.json.encode(record)) + _RECORD_BYTES
+def _measure(record: msgspec.Struct, growth_bytes: int = _GROWTH_BYTES) -> int:
+    return _round_up(len(msgspec.json.encode(record)) + growth_bytes)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def _no_room(what: str) -> CapacityError:

@@ -44,6 +44,8 @@ _BUSY = (429, 503)
 """Statuses with which a request is sent again: queue full, no instance serves, or overload."""
 _MAX_ERRORS = 100
 """Largest number of invalid lines of an input file that are reported."""
+_LONGEST_ERROR = 300
+"""Largest length of what is reported of a line: it may cite the client's text."""
 _line_decoder = msgspec.json.Decoder(BatchLine)
 _encode = msgspec.json.Encoder().encode
 
@@ -106,6 +108,9 @@ class _Custom(msgspec.Struct):
     custom_id: str
 
 
+_custom_decoder = msgspec.json.Decoder(_Custom)
+
+
 class BatchWorker:
     """The worker that answers the requests of the batches in a store of batches.
 
@@ -165,12 +170,17 @@ class BatchWorker:
         self.notify()
 
     async def _put(self, kept: KeptBatch) -> None:
-        """Store the state of a batch. If the disk is full, it is kept in memory only, so that other
-        batches go on.
+        """Store the state of a batch, with its first error alone if there is no room for all. If
+        the disk is full, it is kept in memory only, so that other batches go on.
         """
+        errors = kept.batch.errors
         try:
             await asyncio.to_thread(self.store.put_batch, kept)
         except CapacityError as error:
+            if errors is not None and len(errors.data) > 1:
+                del errors.data[1:]
+                await self._put(kept)
+                return
             _logger.warning("event=batch_not_kept batch=%s error=%s", kept.batch.id, error)
 
     async def _run_batch(self, kept: KeptBatch) -> None:
@@ -294,13 +304,17 @@ class BatchWorker:
         """Return the ids of a batch's requests that are answered already, and count them in its
         state.
         """
-        counts = kept.batch.request_counts
-        found: list[list[str]] = []
-        for file_id in (kept.batch.output_file_id, kept.batch.error_file_id):
-            lines = [] if file_id is None else self.store.repair(file_id)
-            found.append([msgspec.json.decode(line, type=_Custom).custom_id for line in lines])
-        counts.completed, counts.failed = map(len, found)
-        return {*found[0], *found[1]}
+        batch = kept.batch
+        done, failed = self._read_ids(batch.output_file_id), self._read_ids(batch.error_file_id)
+        batch.request_counts.completed, batch.request_counts.failed = len(done), len(failed)
+        return done | failed
+
+    def _read_ids(self, file_id: str | None) -> set[str]:
+        if file_id is None:
+            return set()
+        self.store.repair(file_id)
+        lines = self.store.read_lines(file_id)
+        return {_custom_decoder.decode(line).custom_id for line in lines}
 
     def _list_lines(self, kept: KeptBatch, done: set[str]) -> Iterator[BatchLine]:
         for raw in self.store.read_lines(kept.batch.input_file_id, self._max_line_bytes):
@@ -314,6 +328,7 @@ class BatchWorker:
         number = 0
 
         def refuse(code: str, message: str, param: str | None = None) -> None:
+            message = message[:_LONGEST_ERROR]
             errors.append(BatchError(code=code, message=message, line=number, param=param))
 
         lines = self.store.read_lines(kept.batch.input_file_id, self._max_line_bytes)
