@@ -128,6 +128,11 @@ def test_wrong_input_fails_as_a_whole(servers, engine, connect):
         ([make_line(1, url="/v1/embeddings")], "invalid_url", 1),
         ([make_line(1, stream=True)], "invalid_request", 1),
         ([make_line("x" * 5000)], "line_too_long", 1),
+        (
+            [f'{{"custom_id": "a", "url": "{CHAT}", "body": {{"a": {"[" * 2000}}}}}\n'],
+            "invalid_json_line",
+            1,
+        ),
     ):
         batch = client.end(client.begin(lines))
         assert batch.status == "failed", code
@@ -138,6 +143,25 @@ def test_wrong_input_fails_as_a_whole(servers, engine, connect):
     batch = client.end(client.begin([text + "\n"] * 99))
     assert {error.code for error in batch.errors.data} == {"duplicate_custom_id"}
     assert max(len(error.message) for error in batch.errors.data) <= 300
+
+
+def test_a_line_that_no_endpoint_takes_fails_alone(servers, engine, connect):
+    """Whatever its body holds: the others of its batch are answered."""
+    client = connect(servers.start(engine))
+    values = ["[" * depth + "]" * depth for depth in (500, 900, 960)]
+    values += ["9" * 5000, "1e999", "[" + "{}," * 2**18 + "1]"]
+    no_json = ["NaN", "nonsense", '"\\ud800"']
+    lines = [make_line(number) for number in range(2)]
+    template = '{"custom_id": "%s", "method": "POST", "url": "%s", "body": {"seed": %s}}\n'
+    odd = [template % (f"odd{i}", CHAT, value) for i, value in enumerate(values)]
+    batch = client.end(client.begin([*lines, *odd]))
+    assert batch.status == "completed", batch.errors
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, len(odd))
+    statuses = {each["response"]["status_code"] for each in client.read(batch.error_file_id)}
+    assert statuses == {400}
+    for value in no_json:
+        batch = client.end(client.begin([template % ("a", CHAT, value)]))
+        assert [error.code for error in batch.errors.data] == ["invalid_json_line"], value
 
 
 def test_cancel_keeps_what_is_answered(servers, engine, connect):

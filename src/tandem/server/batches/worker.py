@@ -46,8 +46,10 @@ _MAX_ERRORS = 100
 """Largest number of invalid lines of an input file that are reported."""
 _LONGEST_ERROR = 300
 """Largest length of what is reported of a line: it may cite the client's text."""
+_NOT_STREAMED = (b"", b"false", b"null")
 _line_decoder = msgspec.json.Decoder(BatchLine)
 _encode = msgspec.json.Encoder().encode
+_FALSE = msgspec.Raw(b"false")
 
 BatchAnswer = tuple[int, bytes]
 """HTTP status and JSON of an answer."""
@@ -246,7 +248,7 @@ class BatchWorker:
 
     async def _answer(self, kept: KeptBatch, line: BatchLine, is_late: asyncio.Event) -> None:
         batch = kept.batch
-        body = line.body | {"priority": LAST_PRIORITY, "stream": False}
+        body = line.body | {"priority": msgspec.Raw(_encode(LAST_PRIORITY)), "stream": _FALSE}
         while True:
             left_s = batch.expires_at - now_s()
             try:
@@ -343,13 +345,13 @@ class BatchWorker:
                 break
             try:
                 line = _line_decoder.decode(raw)
-            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 refuse("invalid_json_line", f"the line is no request: {error}")
                 continue
             if line.url != kept.batch.endpoint:
                 what = f"url is {line.url[:100]!r}, the batch is for {kept.batch.endpoint}"
                 refuse("invalid_url", what, "url")
-            elif line.body.get("stream"):
+            elif bytes(line.body.get("stream", b"")) not in _NOT_STREAMED:
                 refuse("invalid_request", "a batch does not stream", "body.stream")
             elif line.custom_id in known:
                 refuse("duplicate_custom_id", f"custom_id {line.custom_id!r} is there twice")
@@ -370,6 +372,9 @@ def _describe(batch_id: str, error: BaseException | None) -> BatchError:
         # record, while its files were free to be deleted: a missing file fails the batch, not the
         # server.
         return BatchError(code="file_deleted", message="a file of the batch was deleted")
+    if isinstance(error, RecursionError):
+        # Its line was read before, with a few more frames left of Python's stack.
+        return BatchError(code="invalid_json_line", message="a line is nested too deep")
     _logger.error("event=batch_failed batch=%s", batch_id, exc_info=error)
     return BatchError(code="internal", message="the server failed")
 

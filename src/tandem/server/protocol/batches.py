@@ -1,6 +1,6 @@
 """Requests and responses of OpenAI's files and batches. Field names are the wire names."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -141,4 +141,5 @@ class BatchLine(msgspec.Struct, kw_only=True):
     custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
     method: Literal["POST"] = "POST"
     url: str
-    body: dict[str, Any]
+    body: dict[str, msgspec.Raw]
+    """Fields of the request as JSON: they are read by its endpoint, within that one's limits."""
