@@ -3,6 +3,7 @@
 Method: real servers over the fake engine.
 """
 
+import concurrent.futures
 import contextlib
 import io
 import json
@@ -13,7 +14,7 @@ import openai
 import pytest
 import requests
 from fake_engine import FakeEngine, make_info
-from serving import LiveServers, wait_until
+from serving import WAIT_S, LiveServers, wait_until
 from vocabularies import make_byte_level_tokenizer
 
 from tandem.core.errors import CapacityError, ConflictError, NotFoundError
@@ -406,6 +407,35 @@ def test_all_that_clients_make_the_server_keep_counts(tmp_path):
     assert len([*store.read_lines(output.id)]) == 9
     store.delete_file("ann", output.id)
     assert store._num_bytes == before
+
+
+def test_the_loop_does_not_wait_for_the_store(servers, engine, connect):
+    """The store writes to a disk under its lock, which may take seconds."""
+    live = servers.start(engine)
+    client = connect(live)
+    batch = client.end(client.begin([make_line(1)]))
+    file, context = batch.output_file_id, live.app.state.context
+    store, tasks = context.batches.store, live.running._server.server_state.tasks
+    form = {"files": {"file": ("a", b"x")}, "data": {"purpose": "batch"}}
+    new = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+    asked = [
+        *(("GET", f"/v1/files/{file}", {}), ("GET", f"/v1/files/{file}/content", {})),
+        *(("GET", "/v1/files", {}), ("POST", "/v1/files", form), ("GET", "/v1/batches", {})),
+        *(("GET", f"/v1/batches/{batch.id}", {}), ("POST", f"/v1/batches/{batch.id}/cancel", {})),
+        *(("POST", "/v1/batches", {"json": new}), ("DELETE", f"/v1/batches/{batch.id}", {})),
+    ]
+    with concurrent.futures.ThreadPoolExecutor(len(asked)) as pool:
+        with store._lock:
+            replies = [
+                pool.submit(requests.request, method, live.url + path, timeout=WAIT_S, **options)
+                for method, path, options in asked
+            ]
+            wait_until(lambda: len(tasks) == len(asked))
+            assert live.get("/live").status_code == 200
+            assert not any(reply.done() for reply in replies)
+        for reply in replies:
+            assert reply.result(WAIT_S).status_code < 500, reply.result().text
+    assert store.find_path(file).exists()
 
 
 def test_a_page_begins_after_an_id_that_there_is(servers, engine, connect):

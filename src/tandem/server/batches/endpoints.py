@@ -197,15 +197,15 @@ def _take_page(
 
 async def get_file(context: ServerContext, http: Request) -> Response:
     """Describe a file."""
-    store = _find_worker(context).store
-    return _answer(store.find_file(_find_owner(context, http), http.path_params["id"]))
+    store, owner = _find_worker(context).store, _find_owner(context, http)
+    return _answer(await asyncio.to_thread(store.find_file, owner, http.path_params["id"]))
 
 
 async def get_file_content(context: ServerContext, http: Request) -> Response:
     """Return the content of a file."""
     worker, owner = _find_worker(context), _find_owner(context, http)
     store = worker.store
-    file = store.find_file(owner, http.path_params["id"])
+    file = await asyncio.to_thread(store.find_file, owner, http.path_params["id"])
     # A batch's output may grow meanwhile: what there is now is sent.
     path, size = store.find_path(file.id), file.bytes
     return FileAnswer(path, size, worker.transfers, current_client.get())
@@ -225,7 +225,7 @@ async def create_batch(context: ServerContext, http: Request) -> Response:
     """
     worker, owner = _find_worker(context), _find_owner(context, http)
     request = await context.read_request(http, _decoder)
-    worker.store.find_file(owner, request.input_file_id)
+    await asyncio.to_thread(worker.store.find_file, owner, request.input_file_id)
     created = now_s()
     window = request.completion_window
     batch = Batch(
@@ -245,8 +245,9 @@ async def create_batch(context: ServerContext, http: Request) -> Response:
 
 async def get_batch(context: ServerContext, http: Request) -> Response:
     """Return the state and progress of a batch."""
-    store = _find_worker(context).store
-    return _answer(store.find_batch(_find_owner(context, http), http.path_params["id"]).batch)
+    store, owner = _find_worker(context).store, _find_owner(context, http)
+    kept = await asyncio.to_thread(store.find_batch, owner, http.path_params["id"])
+    return _answer(kept.batch)
 
 
 async def list_batches(context: ServerContext, http: Request) -> Response:
@@ -272,7 +273,7 @@ async def delete_batch(context: ServerContext, http: Request) -> Response:
 
 async def cancel_batch(context: ServerContext, http: Request) -> Response:
     """Cancel a batch; its answers so far are kept."""
-    worker = _find_worker(context)
-    kept = worker.store.find_batch(_find_owner(context, http), http.path_params["id"])
+    worker, owner = _find_worker(context), _find_owner(context, http)
+    kept = await asyncio.to_thread(worker.store.find_batch, owner, http.path_params["id"])
     await worker.cancel(kept)
     return _answer(kept.batch)

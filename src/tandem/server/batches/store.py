@@ -5,8 +5,8 @@ The folder has ``files/ID`` with a file's content, and ``files/ID.json`` and ``b
 with records, which are replaced atomically. All of it counts in the limit, in whole blocks as on a
 disk, as do uploads that have not ended; what has ended long ago is deleted. The output of a batch
 is a file that grows by a line for each request, so that after a restart it goes on after the last
-complete line. If the disk is full, nothing changes, and what was begun is undone. All methods
-block; calls may come from any thread.
+complete line. If the disk is full, nothing changes, and what was begun is undone. All methods but
+``reserve`` and those of ``Upload`` block; calls may come from any thread.
 """
 
 import errno
@@ -71,7 +71,9 @@ class KeptBatch(msgspec.Struct):
 
 
 class Upload:
-    """Room for a file that is arriving. A context manager that gives back what was not used."""
+    """Room for a file that is arriving. A context manager that gives back what was not used. No
+    method blocks.
+    """
 
     def __init__(self, store: "BatchStore") -> None:
         self._store = store
@@ -112,6 +114,7 @@ class BatchStore:
             each.mkdir(parents=True, exist_ok=True)
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
+        self._count_lock = threading.Lock()  # Never held while the disk is asked.
         self._record_bytes: dict[str, int] = {}
         """Bytes that the record of a file or batch counts, by id."""
         self._files: dict[str, KeptFile] = {}
@@ -198,11 +201,11 @@ class BatchStore:
         return file
 
     def reserve(self, num_bytes: int) -> None:
-        """Count bytes that are stored, or with a negative number are no more.
+        """Count bytes that are stored, or with a negative number are no more. Does not block.
 
         Raises: CapacityError (there is no room for them).
         """
-        with self._lock:
+        with self._count_lock:
             if num_bytes > 0 and self._num_bytes + num_bytes > self._max_bytes:
                 raise _no_room(f"the files here may have {self._max_bytes} bytes")
             self._num_bytes += num_bytes
@@ -240,7 +243,7 @@ class BatchStore:
 
     def _drop_file(self, file: FileObject) -> None:
         del self._files[file.id]
-        self._num_bytes -= _round_up(file.bytes) + self._record_bytes.pop(file.id)
+        self.reserve(-_round_up(file.bytes) - self._record_bytes.pop(file.id))
         path = self._files_folder / file.id
         path.with_suffix(".json").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
@@ -296,7 +299,7 @@ class BatchStore:
                 end = begin
             content.truncate(end)
             file = self._files[file_id].file
-            self._num_bytes += _round_up(end) - _round_up(file.bytes)
+            self.reserve(_round_up(end) - _round_up(file.bytes))
             file.bytes = end
 
     # The methods below manage the records of batches.
@@ -341,7 +344,7 @@ class BatchStore:
 
     def _drop_batch(self, batch_id: str) -> None:
         del self._batches[batch_id]
-        self._num_bytes -= self._record_bytes.pop(batch_id)
+        self.reserve(-self._record_bytes.pop(batch_id))
         (self._batches_folder / f"{batch_id}.json").unlink(missing_ok=True)
 
     def delete_old(self, before: int) -> None:
