@@ -98,6 +98,18 @@ def test_embed_of_ollama(client, live):
             own.embed("tiny", "b" * 100, truncate=False)
 
 
+def test_embeddings_of_ollama_as_older_clients_ask(client, live):
+    """One vector, not normalized; without a prompt an empty one."""
+    token = make_byte_level_tokenizer().encode("a")[0]
+    for body, vector in (
+        ({"model": "tiny", "prompt": "a"}, [float(token), 1.0, 0.0, 0.0]),
+        ({"model": "tiny", "prompt": ""}, []),
+        ({"model": "tiny"}, []),
+    ):
+        reply = live.post("/api/embeddings", body)
+        assert (reply.status_code, reply.json()) == (200, {"embedding": vector}), body
+
+
 def test_scores_and_rankings(client, live):
     tokenizer = make_byte_level_tokenizer()
 

@@ -105,9 +105,11 @@ class EmbedReply(msgspec.Struct, kw_only=True):
 
 
 class OldEmbedRequest(msgspec.Struct, kw_only=True):
-    """The body of Ollama's POST /api/embeddings, which older clients use."""
+    """The body of Ollama's POST /api/embeddings, which older clients use. Without a prompt it asks
+    for nothing but the model, and the answer's vector is empty.
+    """
 
-    prompt: str
+    prompt: str = ""
     model: fields.Name | None = None
     options: dict[str, Any] | None = None
     keep_alive: int | float | str | None = None

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from tandem.core.errors import ConfigError
 from tandem.core.wire import Pooling
 from tandem.server.api.prompts import read_prompts
-from tandem.server.context import ServedModel, ServerContext
+from tandem.server.context import ChoicePlan, ServedModel, ServerContext
 from tandem.server.dialects.ollama import find_ollama_model, write_ollama_error
 from tandem.server.dialects.vectors.task import (
     PooledPrompt,
@@ -145,14 +145,20 @@ def _make_embed_reply(
 def _plan_old(context: ServerContext, request: OldEmbedRequest) -> VectorTask:
     model = find_ollama_model(context, request.model)
     max_len = context.ready_info().max_model_len
-    ids = context.encoder.encode(
-        [request.prompt], add_special_tokens=True, max_model_len=None, field="prompt"
-    )
+    plans: list[ChoicePlan] = []
+    if request.prompt:
+        ids = context.encoder.encode(
+            [request.prompt], add_special_tokens=True, max_model_len=None, field="prompt"
+        )
+        prompts = [each[:max_len] for each in ids]
+        plans = plan_vectors(context, prompts, context.pooling, "prompt")
     return VectorTask(
-        plan_vectors(context, [each[:max_len] for each in ids], context.pooling, "prompt"),
+        plans,
         make_options(model, "ollama", request.timeout),
         model,
-        lambda pooled, _: OldEmbedReply(embedding=pooled[0].vector.tolist()),
+        lambda pooled, _: OldEmbedReply(
+            embedding=[x for each in pooled for x in each.vector.tolist()]
+        ),
     )
 
 
