@@ -146,8 +146,9 @@ class ModelHub:
     async def wake(self, name: str) -> None:
         """Wake a model, or load it for the first time; return when it serves.
 
-        Raises: NotFoundError (no model of this name); ConfigError (there is no room for it);
-            PeerLostError (it cannot serve; says why).
+        Raises: NotFoundError (no model of this name); CapacityError (pinned models leave no room
+            for it); ConfigError (there is too little for it alone); PeerLostError (it cannot serve;
+            says why).
         """
         self.find(name)
         task = self._wakes.get(name)
