@@ -115,9 +115,10 @@ def test_an_upload_has_a_least_rate():
 def test_a_file_that_grows_or_goes_is_answered_whole_or_not(tmp_path):
     """The length that was told is sent, whatever a batch adds meanwhile."""
     path = tmp_path / "a"
-    path.write_bytes(b"x" * 100_000)
+    data = os.urandom(100_000)
+    path.write_bytes(data)
 
-    def ask(name, num_bytes, method="GET"):
+    def ask(name, num_bytes, method="GET", **headers):
         sent = []
 
         async def receive():
@@ -129,12 +130,25 @@ def test_a_file_that_grows_or_goes_is_answered_whole_or_not(tmp_path):
                 content.write(b"y")
 
         answer = FileAnswer(tmp_path / name, num_bytes, Transfers(), "ann")
-        asyncio.run(answer({"type": "http", "method": method}, receive, send))
+        told = [(k.replace("_", "-").encode(), v.encode()) for k, v in headers.items()]
+        asyncio.run(answer({"type": "http", "method": method, "headers": told}, receive, send))
         assert not sent[-1].get("more_body", False)
-        length = dict(sent[0]["headers"])[b"content-length"]
-        return sent[0]["status"], length, b"".join(each.get("body", b"") for each in sent)
+        head, body = dict(sent[0]["headers"]), b"".join(each.get("body", b"") for each in sent)
+        assert method == "HEAD" or int(head[b"content-length"]) == len(body)
+        return sent[0]["status"], head.get(b"content-range", head[b"content-length"]), body
 
-    assert ask("a", 100_000) == (200, b"100000", b"x" * 100_000)
+    assert ask("a", 100_000) == (200, b"100000", data)
     assert ask("a", 0) == (200, b"0", b"")
     assert ask("a", 100_000, "HEAD") == (200, b"100000", b"")
     assert ask("b", 1)[0] == 404
+    # Parts, by which a client goes on with a download.
+    for asked, found in (
+        ("bytes=90000-", (206, b"bytes 90000-99999/100000", data[90_000:])),
+        ("bytes=5-9", (206, b"bytes 5-9/100000", data[5:10])),
+        ("bytes=5-999999", (206, b"bytes 5-99999/100000", data[5:])),
+        ("bytes=100000-", (416, b"bytes */100000", b"")),
+        *((odd, (200, b"100000", data)) for odd in ("bytes=9-5", "bytes=-5", "bytes=0-1,3-4", "x")),
+    ):
+        assert ask("a", 100_000, range=asked) == found, asked
+    assert ask("a", 0, range="bytes=0-") == (416, b"bytes */0", b"")
+    assert ask("a", 100_000, range="bytes=5-", if_range="x") == (200, b"100000", data)
