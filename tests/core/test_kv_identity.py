@@ -50,6 +50,7 @@ FORBIDDING = {
     "states.conv_width": {"states": msgspec.structs.replace(STATES, conv_width=3)},
     "windows.window": {"windows": msgspec.structs.replace(WINDOWS, window=64)},
     "num_deferred_experts": {"num_deferred_experts": 2},
+    "rope_factors.0": {"rope_factors": {"0": "short_factor"}},
     "adapter": {"adapter": "cd" * 32},
     "sharing": {"sharing": "strict"},
 }

@@ -121,6 +121,18 @@ ROPES = [
         high_freq_factor=4.0,
         original_max_position_embeddings=512,
     ),
+    *(
+        RopeSpec(
+            head_dim=16,
+            rope_type="longrope",
+            factor=8.0,
+            original_max_position_embeddings=64,
+            attention_factor=attention_factor,
+            short_factor=tuple(1 + 0.1 * i for i in range(8)),
+            long_factor=tuple(1 + 2.0 * i for i in range(8)),
+        ).serve(context)
+        for context, attention_factor in ((64, None), (65, None), (65, 1.3))
+    ),
 ]
 
 

@@ -13,6 +13,7 @@ import gguf
 import numpy as np
 import torch
 from gguf_facts import OWN_FACTS, add_more_facts
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ARCHITECTURES = {
     "llama": "llama",
@@ -365,6 +366,14 @@ def add_facts(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if rope.get("original_max_position_embeddings"):
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "longrope":
+        # As llama.cpp's converter of Phi-3, which writes no type of scaling.
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(ROPE_INIT_FUNCTIONS["longrope"](config)[1])
+        for length in ("long", "short"):
+            factors = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_factors(rope, head_dim))
     experts = next(

@@ -120,6 +120,21 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Phi-3-mini-128k's switches; its factors are 48 numbers that grow alike.
+    "phi-3-128k": (
+        "phi3",
+        {
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": 262144,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0 + 0.04 * i for i in range(48)],
+                "long_factor": [1.0 + 1.3 * i for i in range(48)],
+            },
+        },
+    ),
     "glm4": ("glm4", {"attention_bias": True}),
     "mixtral": ("mixtral", {}),
     "qwen2_moe": ("qwen2_moe", {"num_key_value_heads": 16}),

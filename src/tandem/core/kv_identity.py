@@ -126,6 +126,10 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     num_deferred_experts: NonNegativeInt = 0
     """Number of experts per token whose output is added one layer later. Forbids: layers get other
     inputs than without deferral."""
+    rope_factors: dict[str, str] = {}
+    """Factors of a LongRoPE in force, ``long_factor`` or ``short_factor``, by the number of the
+    RoPE among the model's. Forbids: the longest sequence that is served decides which are, and the
+    others rotate keys by other angles."""
     adapter: str = ""
     """SHA-256 over the adapter's weights and configuration, hex; empty for none. Forbids: an
     adapter changes the projections that make KV."""
@@ -149,6 +153,8 @@ class KvIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             del fields["states"]
         if self.windows is None:
             del fields["windows"]
+        if not self.rope_factors:
+            del fields["rope_factors"]
         if not fields["layout"].get("index_layers"):
             for name in ("index_dim", "index_layers"):
                 fields["layout"].pop(name, None)

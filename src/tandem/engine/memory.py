@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.kv_layout import KVLayout, MlaLayout, WindowLayout
+from tandem.core.model.plan import OWN_CONTEXT
 from tandem.engine.config import EngineConfig
 from tandem.engine.groups.windows import count_window_blocks
 from tandem.kernels.latents.pages import count_padded_bytes
@@ -199,16 +200,18 @@ def plan_states(
     return StatePlan(num_slots, state_bytes, reason)
 
 
-def check_context(max_model_len: int, own: int) -> None:
-    """Check that a requested context is not longer than the positions that the model knows.
+def check_context(max_model_len: int, own: int, own_reason: str = OWN_CONTEXT) -> None:
+    """Check that a requested context is not longer than the positions that the model knows;
+    ``own_reason`` says why these are so many.
 
     Raises: ConfigError (it is longer).
     """
     if max_model_len > own:
+        why = "" if own_reason == OWN_CONTEXT else f" ({own_reason})"
         raise ConfigError(
             "engine.plan",
             f"a context of {max_model_len} tokens is asked for, but the model knows {own} "
-            "positions: lower --max-model-len",
+            f"positions{why}: lower --max-model-len",
             field="engine.max_model_len",
         )
 
@@ -218,6 +221,7 @@ def plan_kv_cache(
     *,
     block_bytes: int,
     own_context: int,
+    own_reason: str = OWN_CONTEXT,
     available_bytes: int,
     total_bytes: int,
     taken_bytes: int = 0,
@@ -232,6 +236,7 @@ def plan_kv_cache(
         block_bytes: size of one block over all layers except those of ``windows``.
         own_context: number of positions that the model knows; ``config.max_model_len`` is at most
             that.
+        own_reason: why these are so many.
         available_bytes: memory free now, after the weights are loaded.
         total_bytes: all memory of the machine.
         taken_bytes: part of the default share that states take.
@@ -244,7 +249,7 @@ def plan_kv_cache(
         context, or exceeds the machine's memory). The message says what would help.
     """
     max_model_len = config.max_model_len or own_context
-    context_reason = "as asked for" if config.max_model_len else "the model's own"
+    context_reason = "as asked for" if config.max_model_len else own_reason
     needed = -(-max_model_len // config.block_size)
     if config.num_kv_blocks:
         num_blocks, reason = config.num_kv_blocks, "engine.num_kv_blocks"

@@ -62,6 +62,7 @@ def plan_own_memory(
         config,
         block_bytes=max(own.token_bytes, 1) * config.block_size,
         own_context=model.spec.max_position_embeddings,
+        own_reason=model.context_reason,
         available_bytes=available_bytes,
         total_bytes=total_bytes,
         taken_bytes=states.size_bytes,

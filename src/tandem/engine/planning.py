@@ -192,6 +192,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             *([] if self.lanes is None else self.lanes.tell()),
             ("linear", model.linear.weight_format, model.linear.reason),
             context,
+            *self._list_ropes(),
             ("threads", self._tell_threads(), self.threads_reason),
             threads,
             (
@@ -236,6 +237,19 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
         )
         why = f"{plan.reason}; a window of {windows.window} tokens saves {saved / MIB:.0f} MiB"
         return [("windows", text, why)]
+
+    def _list_ropes(self) -> list[tuple[str, str, str]]:
+        """Return a row for each LongRoPE with the factors that the context decided on."""
+        ropes = {layer.rope for layer in self.model.layers if layer.rope is not None}
+        rows: list[tuple[str, str, str]] = []
+        for rope in sorted((r for r in ropes if r.rope_type == "longrope"), key=repr):
+            original = rope.original_max_position_embeddings
+            why = f"the context is within the original {original} tokens"
+            if rope.is_long:
+                why = f"at all positions, as the context is beyond the original {original} tokens; "
+                why += f"--max-model-len {original} takes the short factors"
+            rows.append(("RoPE", "long factors" if rope.is_long else "short factors", why))
+        return rows
 
     def _list_latents(self) -> list[tuple[str, str, str]]:
         plan = self.latents
@@ -335,7 +349,7 @@ def plan_engine(
         raise ConfigError("engine.plan", what, field="model.device_experts")
     spec = model.spec
     own = spec.max_position_embeddings
-    check_context(engine_config.max_model_len, own)
+    check_context(engine_config.max_model_len, own, model.context_reason)
     torch_threads, torch_reason = _choose_torch_threads(threads, model)
     if model.own is not None and engine_config.latents_in_memory_bytes:
         what = "transformers' own modules run the model, whose cache is in memory: leave it empty"
@@ -391,6 +405,7 @@ def plan_engine(
         engine_config,
         block_bytes=block_bytes,
         own_context=own,
+        own_reason=model.context_reason,
         available_bytes=left,
         total_bytes=total,
         taken_bytes=0 if states is None else states.size_bytes,
@@ -398,6 +413,7 @@ def plan_engine(
         windows=windows,
         most_blocks=most_blocks,
     )
+    model = model.serve(kv.max_model_len)
     shape = read_served(model, kv_bytes=bytes_per_token)
     prompt_tokens = min(PROMPT_TOKENS, kv.max_model_len // 2 or 1)
     calibration = find_kept() if latents is None else None

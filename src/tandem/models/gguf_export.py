@@ -32,7 +32,6 @@ from tandem.models.export import (
 )
 from tandem.models.families import Checkpoint, open_checkpoint, read_json
 from tandem.models.families.names import rename_reader
-from tandem.models.gguf.config import ROPE_FACTORS
 from tandem.models.gguf.metadata import (
     check_metadata,
     list_rope_factors,
@@ -86,8 +85,7 @@ def export_gguf(
     metadata = make_metadata(checkpoint.config, name, mixture.file_type)
     shapes = list_tensors(checkpoint.config)
     factors = list_rope_factors(checkpoint.config)
-    if factors is not None:
-        shapes[ROPE_FACTORS] = factors.shape
+    shapes |= {name: values.shape for name, values in factors.items()}
     check_metadata(checkpoint.config, metadata, shapes)
     kinds = choose_types(mixture, read_sizes(checkpoint.config), shapes)
     planned = [PlannedTensor(tensor, kinds[tensor], shape) for tensor, shape in shapes.items()]
@@ -148,7 +146,7 @@ class _Maker:
         config: Any,
         reader: WeightReader,
         origins: Mapping[str, Origin],
-        factors: Floats | None,
+        factors: Mapping[str, Floats],
         pool: ThreadPoolExecutor,
         planned: list[PlannedTensor],
         progress: Progress | None,
@@ -185,8 +183,7 @@ class _Maker:
         """Yield the values of a tensor; experts one after the other."""
         origin = self._origins.get(tensor)
         if origin is None:
-            assert self._factors is not None, tensor
-            yield self._factors
+            yield self._factors[tensor]
         elif EXPERTS in origin.weight:
             for expert in range(origin.shape[0]):
                 yield self._read_expert(origin, expert)

@@ -90,6 +90,7 @@ def make_kv_identity(
     layout: KVLayout,
     sharing: KvSharing,
     num_deferred_experts: int = 0,
+    rope_factors: dict[str, str] | None = None,
     windows: WindowLayout | None = None,
 ) -> KvIdentity:
     """Return the identity of the KV that a model computes.
@@ -102,6 +103,7 @@ def make_kv_identity(
         layout: layout of the whole model's blocks.
         sharing: the user's policy for sharing.
         num_deferred_experts: deferred experts of a token.
+        rope_factors: factors of a LongRoPE in force; None: the model has none.
         windows: blocks of layers with a window; None: they have no blocks of their own.
     """
     formats = _list_formats(skeleton, spec.dtype)
@@ -114,6 +116,7 @@ def make_kv_identity(
         states=spec.state_layout,
         windows=windows,
         num_deferred_experts=num_deferred_experts,
+        rope_factors=rope_factors or {},
         sharing=sharing,
         rounding=_find_rounding_class(skeleton, spec, layout, formats),
     )

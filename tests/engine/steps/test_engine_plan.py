@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from tandem._native import read_topology, recommend_threads
 from tandem.core.clock import ManualClock
@@ -95,6 +96,33 @@ def test_adapters_take_memory_from_kv(tmp_path):
     assert row[1] == f"1, {planned.adapters.size_bytes / 2**20:.1f} MiB"
     assert "cannot be read: b" in row[2]
     assert "loaded while serving are not counted" in row[2]
+
+
+def test_the_served_context_chooses_the_factors_of_a_longrope(tmp_path):
+    """Asked for, the model's own, or what fits: what is loaded and what is told is one choice."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        max_position_embeddings=256,
+        rope_parameters=rope | factors,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)
+    cases = (
+        ({}, 256, "long"),
+        ({"max_model_len": 65}, 65, "long"),
+        ({"max_model_len": 64}, 64, "short"),
+        ({"num_kv_blocks": 4, "block_size": 16}, 64, "short"),
+    )
+    for wish, context, length in cases:
+        planned = plan_engine(ModelConfig(path=str(tmp_path)), EngineConfig(**wish))
+        assert planned.config.max_model_len == context
+        assert planned.model.rope_factors == {"0": f"{length}_factor"}
+        (row,) = [row for row in planned.rows() if row[0] == "RoPE"]
+        assert row[1] == f"{length} factors"
+        assert "original 64 tokens" in row[2]
 
 
 @pytest.mark.parametrize("kv_dtype", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])

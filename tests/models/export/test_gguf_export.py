@@ -143,7 +143,18 @@ FAMILIES = {
     "llama": {},
     "qwen3_moe": EXPERTS,
     "qwen3": {"tie_word_embeddings": True},
-    "phi3": {"original_max_position_embeddings": 512, "pad_token_id": None, "head_dim": 64},
+    "phi3": {
+        "original_max_position_embeddings": 512,
+        "max_position_embeddings": 2048,
+        "pad_token_id": None,
+        "head_dim": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0 + 0.01 * i for i in range(32)],
+            "long_factor": [1.25 + 0.5 * i for i in range(32)],
+        },
+    },
     "glm4_moe": {
         "moe_intermediate_size": 256,
         "n_routed_experts": 4,

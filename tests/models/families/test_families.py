@@ -111,17 +111,9 @@ REFUSED = {
         "spqr",
         "quantization_config.quant_method",
     ),
-    "longrope": (
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10000.0,
-                "short_factor": [1.0] * 8,
-                "long_factor": [1.0] * 8,
-                "original_max_position_embeddings": 64,
-            }
-        },
-        "longrope",
+    "a RoPE of two axes": (
+        {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0}},
+        "axial",
         "rope_parameters.rope_type",
     ),
     "float8 weights": ({"dtype": "float8_e4m3fn"}, "float8", "dtype"),

@@ -14,7 +14,7 @@ from odd_configs import MODEL_TYPES, list_untouched, make_odd
 from quick import rest_slow
 from tandem.core.errors import TandemError
 from tandem.models.proof.prove import is_dynamic, prove_config
-from tandem.models.proof.tiny import make_reference, make_tiny, make_tokens, save_tiny
+from tandem.models.proof.tiny import make_references, make_tiny, make_tokens, save_tiny
 
 MOST_REFUSED = 0.2
 NUM_ODD = 12
@@ -31,7 +31,7 @@ def find_excess(config, folder, open_session, seed: int) -> float:
         eager, tokens = make_tiny(config, seed + attempt), make_tokens(config, seed + attempt)
         place = folder / str(attempt)
         save_tiny(eager, place)
-        reference = make_reference(eager, tokens, is_stepwise=is_dynamic(config))
+        (reference,) = make_references(eager, [tokens], is_stepwise=is_dynamic(config))
         session = open_session(load_checkpoint(place, dtype="float32"))
         ids = tokens.tolist()
         pieces = [ids[:1], ids[1:30], ids[30:47], *([i] for i in ids[47:])]

@@ -155,6 +155,11 @@ FLIPPED = {
     # Its first layer is dense by another field as well.
     "qwen3_moe-mixed": {"mlp_only_layers": "structural"},
     "qwen2-yarn": {"rope_parameters.rope_type": "noticed"},
+    "phi-3-128k": {
+        "rope_parameters.long_factor": "noticed",
+        "rope_parameters.short_factor": "noticed",
+        "original_max_position_embeddings": "noticed",
+    },
     "llama": {"rope_parameters.rope_type": "noticed"},
 }
 """What becomes of fields where the first other value tells nothing."""

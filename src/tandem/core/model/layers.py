@@ -113,11 +113,12 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     head_dim: Annotated[int, Meta(ge=2)]
     """Number of elements of a head that are rotated."""
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "proportional", "none"] = (
-        "default"
-    )
+    rope_type: Literal[
+        "default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional", "none"
+    ] = "default"
     """``none``: nothing is rotated; all angles are 0. ``proportional``: frequencies as if the whole
-    head were rotated, with the slow ones replaced by 0."""
+    head were rotated, with the slow ones replaced by 0. ``longrope``: each frequency has a divisor
+    of its own."""
     rope_theta: Annotated[float, Meta(gt=0)] = 10000.0
     max_position_embeddings: PositiveInt = 2048
     factor: Annotated[float, Meta(gt=0)] = 1.0
@@ -132,6 +133,22 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     high_freq_factor: Annotated[float, Meta(gt=0)] = 4.0
     num_angles: NonNegativeInt = 0
     """Number of frequencies of ``proportional`` that are not 0."""
+    short_factor: tuple[float, ...] = ()
+    """Divisors of ``longrope``'s frequencies if all sequences end within
+    ``original_max_position_embeddings``."""
+    long_factor: tuple[float, ...] = ()
+    """Divisors of ``longrope``'s frequencies, at all positions, if sequences may be longer."""
+    is_long: bool = False
+    """True if ``longrope`` divides by ``long_factor``: decided once, by the longest sequence that
+    is served or trained, so that cached keys stay valid whatever the length of a sequence."""
+
+    def serve(self, context: int) -> "RopeSpec":
+        """Return the RoPE for sequences of up to ``context`` tokens."""
+        if self.rope_type != "longrope":
+            return self
+        assert self.original_max_position_embeddings is not None, "described without it"
+        is_long = context > self.original_max_position_embeddings
+        return msgspec.structs.replace(self, is_long=is_long)
 
 
 class RotarySpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="rotary"):

@@ -14,18 +14,22 @@ import msgspec
 
 from tandem.core.model.layers import (
     ExpertsSpec,
+    GqaSpec,
     MixerSpec,
+    MlaSpec,
     MlpSpec,
     NonNegativeInt,
     OperatorSpec,
     PositiveInt,
     RopeSpec,
+    RotarySpec,
     RouterSpec,
 )
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 
 __all__ = [
     "NO_FORMAT",
+    "OWN_CONTEXT",
     "WHOLE_PROMPT",
     "AdapterPlace",
     "ExpertTierPlan",
@@ -45,6 +49,9 @@ WHOLE_PROMPT = 1 << 60
 """Value of a piece length that means that a prompt is computed at once, not in pieces; longer than
 any prompt.
 """
+
+OWN_CONTEXT = "the model's own"
+"""Reason for a context as long as the configuration says."""
 
 MatrixRole = Literal[
     "embedding",
@@ -279,6 +286,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """
     tier: ExpertTierPlan | None = None
     """Cache of the routed experts, if they lie on disk; None: all are in memory."""
+    context_reason: str = OWN_CONTEXT
+    """Reason for the spec's number of positions, which may be less than the configuration's."""
     own: OwnModules | None = None
     """Set if the model runs by transformers' own modules; ``layers`` is empty then. None: it runs
     by our operators."""
@@ -293,6 +302,34 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Rules without effect because earlier rules took all their modules, each with those earlier
     rules.
     """
+
+    def serve(self, context: int) -> "ModelPlan":
+        """Return the plan for sequences of up to ``context`` tokens, on which the factors of a
+        LongRoPE depend. Before this is called they are those of the model's own context.
+        """
+        replace = msgspec.structs.replace
+        layers = [
+            layer if layer.rope is None else replace(layer, rope=layer.rope.serve(context))
+            for layer in self.layers
+        ]
+        modules = list(self.modules)
+        for i, module in enumerate(modules):
+            if isinstance(module.spec, RotarySpec):
+                ropes = {name: rope.serve(context) for name, rope in module.spec.ropes.items()}
+                modules[i] = replace(module, spec=replace(module.spec, ropes=ropes))
+        return replace(self, layers=tuple(layers), modules=tuple(modules))
+
+    @property
+    def rope_factors(self) -> dict[str, str]:
+        """The factors that divide a LongRoPE's frequencies, ``long_factor`` or ``short_factor``, by
+        the number of the RoPE among the model's; empty without such a RoPE.
+        """
+        return {
+            str(layer.mixer.rope_idx): "long_factor" if layer.rope.is_long else "short_factor"
+            for layer in self.layers
+            if layer.rope is not None and layer.rope.rope_type == "longrope"
+            if isinstance(layer.mixer, GqaSpec | MlaSpec)
+        }
 
     @property
     def matrices(self) -> tuple[MatrixPlan, ...]:

@@ -265,6 +265,7 @@ def _plan_weights(recipe: Recipe) -> ModelPlan:
         expert_format=recipe.model.expert_format,
         linear_format=recipe.model.linear_format,
         is_head_packed=recipe.method.stage != "dpo",
+        context=recipe.data.cutoff_len,
     )
 
 

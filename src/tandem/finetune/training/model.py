@@ -99,6 +99,7 @@ def load_frozen(
     pool: ThreadPool | None = None,
     num_threads: int | None = None,
     is_head_packed: bool = True,
+    context: int | None = None,
     progress: Progress | None = None,
 ) -> FrozenModel:
     """Load a checkpoint with frozen weights, to train adapters on it.
@@ -115,6 +116,8 @@ def load_frozen(
         pool: threads that run the native kernels, kept; None: a new pool.
         num_threads: threads of a new pool; None: as many as the machine allows.
         is_head_packed: False to keep the head as a tensor, whatever ``linear_format`` is.
+        context: most tokens of a sequence, which decides between the factors of a LongRoPE; None:
+            the model's own context.
         progress: called after each tensor.
 
     Raises: the errors of ``load_model``; ConfigError (no such format).
@@ -125,6 +128,7 @@ def load_frozen(
         expert_format=expert_format,
         linear_format=linear_format,
         is_head_packed=is_head_packed,
+        context=context,
     )
     checkpoint = open_checkpoint(path_or_id)
     if pool is None:
@@ -157,13 +161,14 @@ def plan_training(
     expert_format: str = "auto",
     linear_format: str = "none",
     is_head_packed: bool = True,
+    context: int | None = None,
 ) -> ModelPlan:
     """Decide how the frozen weights of a checkpoint are stored and run. Arguments as for
     ``load_frozen``.
 
     Raises: the errors of ``plan_model``; ConfigError (no such format).
     """
-    return plan_model(
+    plan = plan_model(
         path_or_id,
         dtype="bfloat16" if is_bf16 else "float32",
         rules=None if is_head_packed else KEEP_HEAD,
@@ -172,6 +177,7 @@ def plan_training(
         expert_parts=1,
         workload="training",
     )
+    return plan if context is None else plan.serve(context)
 
 
 def _list_shapes(experts: torch.nn.Module) -> dict[str, torch.Size]:

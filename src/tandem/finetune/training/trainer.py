@@ -234,6 +234,7 @@ def _make_model(recipe: Recipe) -> Any:
         linear_format=recipe.model.linear_format,
         num_threads=recipe.model.cpu_infer,
         is_head_packed=recipe.method.stage != "dpo",
+        context=recipe.data.cutoff_len,
     )
     if recipe.model.adapter_name_or_path is not None:
         folder = Path(recipe.model.adapter_name_or_path)

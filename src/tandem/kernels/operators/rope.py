@@ -54,6 +54,22 @@ def _yarn_attention_factor(p: RopeSpec) -> float:
     return mscale(1.0)
 
 
+def _longrope_frequencies(p: RopeSpec) -> Tensor:
+    """Divide each frequency by its own factor (LongRoPE, arXiv:2402.13753)."""
+    factors = torch.tensor(p.long_factor if p.is_long else p.short_factor, dtype=torch.float32)
+    exponents = torch.arange(0, p.head_dim, 2, dtype=torch.float32) / p.head_dim
+    return 1.0 / (factors * p.rope_theta**exponents)
+
+
+def _longrope_attention_factor(p: RopeSpec) -> float:
+    """Return LongRoPE's factor on cos and sin: ``sqrt(1 + log(factor) / log(original length))``."""
+    if p.attention_factor is not None:
+        return p.attention_factor
+    original = p.original_max_position_embeddings
+    assert original is not None, "described without it"
+    return 1.0 if p.factor <= 1 else math.sqrt(1 + math.log(p.factor) / math.log(original))
+
+
 def _llama3_frequencies(p: RopeSpec, inv_freq: Tensor, context: int) -> Tensor:
     """Divide low frequencies by ``factor``, keep high ones, blend in between (Llama 3.1)."""
     wavelength = 2 * math.pi / inv_freq
@@ -74,6 +90,8 @@ def compute_frequencies(p: RopeSpec) -> tuple[Tensor, float]:
             return _yarn_frequencies(p, inv_freq, context), _yarn_attention_factor(p)
         case "llama3":
             return _llama3_frequencies(p, inv_freq, context), 1.0
+        case "longrope":
+            return _longrope_frequencies(p), _longrope_attention_factor(p)
         case "proportional":
             # A pair whose frequency is 0 is not rotated.
             inv_freq[p.num_angles :] = 0.0

@@ -70,6 +70,10 @@ def rope_frequencies(p: RopeSpec, position: int) -> tuple[Array, float]:
         turns = context * freq / (2 * math.pi)
         keep = np.clip((turns - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor), 0, 1)
         return keep * freq + (1 - keep) * freq / p.factor, 1.0
+    if p.rope_type == "longrope":
+        log = math.log(max(p.factor, 1.0)) / math.log(p.original_max_position_embeddings or n)
+        scale = math.sqrt(1 + log) if p.attention_factor is None else p.attention_factor
+        return freq / np.array(p.long_factor if p.is_long else p.short_factor), scale
     if p.rope_type == "yarn":
         return _yarn(p, freq, context)
     return freq, 1.0

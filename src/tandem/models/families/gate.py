@@ -45,7 +45,7 @@ MAX_LAYERS, MAX_SIZE, MAX_EXPERTS = 2048, 1 << 24, 1 << 16
 is broken, and refusing it bounds what we allocate.
 """
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "proportional")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 LAYER_TYPES = (
     "full_attention",
     "sliding_attention",
@@ -372,6 +372,32 @@ def _check_rope(config: Any) -> None:
         if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
             field = f"{where}partial_rotary_factor"
             raise ConfigError("models.check_config", f"{field} {share!r}: need 0 to 1", field=field)
+        if rope_type == "longrope":
+            _check_longrope(config, rope, where)
+
+
+def _check_longrope(config: Any, rope: dict[str, Any], where: str) -> None:
+    """Check a LongRoPE's original length and its two lists of factors, of which transformers builds
+    modules without looking.
+
+    Raises: ConfigError.
+    """
+    longest, key = config.max_position_embeddings, "original_max_position_embeddings"
+    original = rope.get(key)
+    if type(original) is not int or not 2 <= original <= longest:
+        field = f"{where}{key}"
+        what = f"{field} is {original!r}: need 2 to {longest}, max_position_embeddings"
+        raise ConfigError("models.check_config", what, field=field)
+    one = take_layer(config)
+    size = getattr(one, "qk_rope_head_dim", None) or head_dim_of(one)
+    count = int(size * (rope.get("partial_rotary_factor") or 1.0)) // 2
+    for key in ("short_factor", "long_factor"):
+        given, field = rope.get(key), f"{where}{key}"
+        factors: list[object] = given if isinstance(given, list) else []
+        is_above = all(isinstance(f, (int, float)) and 0 < f < MAX_SIZE for f in factors)
+        if len(factors) != count or not is_above:
+            what = f"{field}: need {count} numbers above 0, one for each rotated pair"
+            raise ConfigError("models.check_config", what, field=field)
 
 
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")

@@ -247,8 +247,6 @@ def _phimoe(facts: Facts) -> Config:
     original = facts.count("rope.scaling.original_context_length", 0)
     if original:
         config["original_max_position_embeddings"] = original
-    if facts.has("rope_factors_long.weight"):
-        config["rope_parameters"] = make_rope(facts) | {"rope_type": "longrope"}
     return config | list_experts(facts, "num_local_experts")
 
 

@@ -28,7 +28,7 @@ from tandem.models.gguf.hybrids import (
     make_nemotron_h,
 )
 from tandem.models.gguf.latents import LATENT
-from tandem.models.gguf.rope import ROPE_FACTORS, make_rope
+from tandem.models.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS, make_rope
 from tandem.models.gguf.states import read_state_sizes
 from tandem.models.gguf.tokenizer import find_end_tokens
 from tandem.models.sources.gguf_files import GgufFiles
@@ -43,14 +43,14 @@ UNEVEN = ("gemma4", "mimo2")
 def make_config(
     metadata: Mapping[str, Value],
     tensors: Mapping[str, GgufTensor],
-    rope_factors: list[float] | None = None,
+    rope_factors: Mapping[str, list[float]],
 ) -> Config:
     """Return the equivalent of ``config.json`` for a GGUF file.
 
     Args:
         metadata: metadata of the first file.
         tensors: tensors of all parts.
-        rope_factors: values of ``rope_freqs.weight``; None if there is none.
+        rope_factors: values of the tensors with divisors of RoPE frequencies, by name.
 
     Raises:
         ConfigError: metadata is missing or of another type; the text names its key.
@@ -75,7 +75,8 @@ def read_gguf_config(path: Path) -> tuple[Config, Config]:
     Raises: the errors of ``make_config`` and ``GgufFiles.open``.
     """
     files = GgufFiles.open(path)
-    factors = files.read_floats(ROPE_FACTORS) if ROPE_FACTORS in files.tensors else None
+    names = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+    factors = {name: files.read_floats(name) for name in names if name in files.tensors}
     ends = find_end_tokens(files.metadata, files.architecture)
     return make_config(files.metadata, files.tensors, factors), {"eos_token_id": ends}
 
@@ -252,8 +253,6 @@ def _phi3(facts: Facts) -> Config:
     original = facts.count("rope.scaling.original_context_length", 0)
     if original:
         config["original_max_position_embeddings"] = original
-    if facts.has("rope_factors_long.weight"):
-        config["rope_parameters"] = make_rope(facts) | {"rope_type": "longrope"}
     return config
 
 

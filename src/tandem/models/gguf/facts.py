@@ -31,14 +31,14 @@ class Facts:
     Args:
         metadata: the file's metadata.
         tensors: tensors of all parts, by llama.cpp's names.
-        rope_factors: values of ``rope_freqs.weight``; None if there is none.
+        rope_factors: values of the tensors with divisors of RoPE frequencies, by name.
     """
 
     def __init__(
         self,
         metadata: Mapping[str, Value],
         tensors: Mapping[str, GgufTensor],
-        rope_factors: list[float] | None,
+        rope_factors: Mapping[str, list[float]],
     ) -> None:
         architecture = metadata.get("general.architecture")
         if not isinstance(architecture, str):
@@ -117,6 +117,13 @@ class Facts:
         """
         return self.count("block_count") - self.count("nextn_predict_layers", 0)
 
+    def list_rope_factors(self, name: str) -> list[float] | None:
+        """Return the values of a tensor with divisors of RoPE frequencies, rounded as ``number``
+        does; None if there is no such tensor.
+        """
+        values = self.rope_factors.get(name)
+        return None if values is None else [_round_single(value) for value in values]
+
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number, rounded to the decimals that are significant in the file's float32.
 
@@ -131,7 +138,7 @@ class Facts:
             or not abs(value) <= MAX_FLOAT
         ):
             raise ConfigError(WHERE, f"{self.architecture}.{key} is {show(value)}: need a number")
-        return float(np.format_float_positional(np.float32(value), unique=True))
+        return _round_single(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Return a boolean metadata value, or the default if it is missing. Raises: ConfigError (it
@@ -164,6 +171,11 @@ class Facts:
         if not heads:
             raise ConfigError(WHERE, f"{self.architecture}.attention.head_count is 0")
         return heads
+
+
+def _round_single(value: float) -> float:
+    """Return a value of float32 with the decimals that are significant in it."""
+    return float(np.format_float_positional(np.float32(value), unique=True))
 
 
 def show(value: object) -> str:

@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.core.errors import UnsupportedError
-from tandem.models.gguf.config import ROPE_FACTORS, make_config
+from tandem.models.gguf.config import make_config
 from tandem.models.gguf.latents import SIGMOID
 from tandem.models.gguf.mixtures import ModelSizes
+from tandem.models.gguf.rope import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from tandem.models.sources.gguf_header import GgufTensor, Value
 
 __all__ = ["ARCHITECTURE_OF", "check_metadata", "list_rope_factors", "make_metadata", "read_sizes"]
@@ -177,20 +178,37 @@ def _list_rope(config: Any, head_dim: int) -> dict[str, Value]:
         original = rope.get("original_max_position_embeddings")
         if original:
             facts["rope.scaling.original_context_length"] = original
+    if rope.get("rope_type") == "longrope":
+        facts["rope.scaling.type"] = "longrope"
+        original = rope["original_max_position_embeddings"]
+        facts["rope.scaling.original_context_length"] = original
+        facts["rope.scaling.attn_factor"] = _find_attention_factor(config)
     return facts
 
 
-def list_rope_factors(config: Any) -> NDArray[np.float32] | None:
-    """Return the divisors of Llama 3.1's RoPE frequencies; None for a model with another RoPE."""
+def _find_attention_factor(config: Any) -> float:
+    """Return the factor on cos and sin of a LongRoPE, as transformers computes it."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return float(ROPE_INIT_FUNCTIONS["longrope"](config)[1])
+
+
+def list_rope_factors(config: Any) -> dict[str, NDArray[np.float32]]:
+    """Return the divisors of a RoPE's frequencies by the name of their tensor: one of Llama 3.1's,
+    two of LongRoPE's, none of others.
+    """
     rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        named = {LONG_FACTORS: rope["long_factor"], SHORT_FACTORS: rope["short_factor"]}
+        return {name: np.array(values, np.float32) for name, values in named.items()}
     if rope.get("rope_type") != "llama3":
-        return None
+        return {}
     head_dim = _find(config, "head_dim") or config.hidden_size // config.num_attention_heads
     inverse = rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
     turns = rope["original_max_position_embeddings"] * inverse / (2 * np.pi)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
+    return {ROPE_FACTORS: (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)}
 
 
 def check_metadata(
@@ -208,15 +226,15 @@ def check_metadata(
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     tensors = {name: GgufTensor(name, "F32", shape, 0, 0) for name, shape in shapes.items()}
-    factors = list_rope_factors(config)
-    made = make_config(metadata, tensors, None if factors is None else factors.tolist())
-    assert (factors is None) == (ROPE_FACTORS not in tensors)
+    factors = {name: values.tolist() for name, values in list_rope_factors(config).items()}
+    made = make_config(metadata, tensors, factors)
+    assert factors.keys() <= tensors.keys(), factors.keys()
     ours = CONFIG_MAPPING[made["model_type"]].from_dict(dict(made))
     for name, wanted in config.to_dict().items():
         got = getattr(ours, name, None)
         if name not in UNSAID and not _is_same(got, wanted):
             raise _refuse(name, wanted, got)
-    pair = [_list_ropes(c.rope_parameters) for c in (config, ours)]
+    pair = [_list_ropes(c, c.rope_parameters) for c in (config, ours)]
     if not _is_same(*pair):
         raise _refuse("rope_parameters", *pair)
     windows = [_list_windows(c) for c in (config, ours)]
@@ -233,20 +251,26 @@ def _is_same(got: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict) and isinstance(got, dict):
         keys = wanted.keys() | got.keys()
         return all(_is_same(got.get(key), wanted.get(key)) for key in keys)
+    if isinstance(wanted, list) and isinstance(got, list) and len(got) == len(wanted):
+        return all(map(_is_same, got, wanted))
     if isinstance(wanted, float) and isinstance(got, (int, float)):
         return bool(np.isclose(got, wanted, rtol=1e-6))
     # A missing field equals a field with an empty or zero value.
     return got == wanted or (not got and not wanted)
 
 
-def _list_ropes(rope: dict[str, Any]) -> dict[str, Any]:
+def _list_ropes(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
     if any(isinstance(value, dict) for value in rope.values()):
-        return {name: _list_ropes(value) for name, value in rope.items()}
+        return {name: _list_ropes(config, value) for name, value in rope.items()}
     said = {"rope_type": "default", "partial_rotary_factor": 1.0} | {
         name: value for name, value in rope.items() if value is not None
     }
     if said["rope_type"] == "yarn":
         said = {"beta_fast": 32.0, "beta_slow": 1.0} | said
+    if said["rope_type"] == "longrope":
+        # The file has the factor on cos and sin, not the ratio that it is computed from.
+        said["attention_factor"] = _find_attention_factor(config)
+        said.pop("factor", None)
     return said
 
 

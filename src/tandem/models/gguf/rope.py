@@ -1,14 +1,16 @@
-"""RoPE of a GGUF file: its base, its scaling, and the factors of Llama 3.1."""
+"""RoPE of a GGUF file: its base, its scaling, and the factors of Llama 3.1 and of LongRoPE."""
 
 import numpy as np
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.models.gguf.facts import WHERE, Config, Facts, show
 
-__all__ = ["ROPE_FACTORS", "make_rope"]
+__all__ = ["LONG_FACTORS", "ROPE_FACTORS", "SHORT_FACTORS", "make_rope"]
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Tensor whose presence means that frequencies are scaled as in Llama 3.1."""
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+"""Tensors whose presence means that frequencies are scaled as in LongRoPE."""
 STILL = 1e29
 """Frequency factor from which on a frequency counts as divided to zero, so that nothing is rotated.
 """
@@ -39,11 +41,34 @@ def make_rope(facts: Facts) -> Config:
         beta_fast = facts.number("rope.scaling.yarn_beta_fast", 32.0)
         beta_slow = facts.number("rope.scaling.yarn_beta_slow", 1.0)
         rope |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
-    if facts.rope_factors is not None and facts.architecture == "gemma4":
-        rope |= _find_proportional_rope(facts.rope_factors)
-    elif facts.rope_factors is not None:
-        rope |= _find_llama3_rope(facts.rope_factors, rope["rope_theta"], facts.head_dim)
+    factors = facts.list_rope_factors(ROPE_FACTORS)
+    if factors is not None and facts.architecture == "gemma4":
+        rope |= _find_proportional_rope(factors)
+    elif factors is not None:
+        rope |= _find_llama3_rope(factors, rope["rope_theta"], facts.head_dim)
+    if rope["rope_type"] == "longrope" or facts.has(LONG_FACTORS) or facts.has(SHORT_FACTORS):
+        rope |= _find_longrope(facts)
+        rope.pop("factor", None)
     return rope
+
+
+def _find_longrope(facts: Facts) -> Config:
+    """Return the parameters of a LongRoPE. Its factor on cos and sin is in the file, which lacks
+    the ratio that it was computed from.
+
+    Raises: ConfigError (one of the two tensors of factors is missing).
+    """
+    long, short = facts.list_rope_factors(LONG_FACTORS), facts.list_rope_factors(SHORT_FACTORS)
+    if long is None or short is None:
+        raise ConfigError(WHERE, f"a LongRoPE needs both {LONG_FACTORS} and {SHORT_FACTORS}")
+    original = facts.count("rope.scaling.original_context_length", facts.count("context_length"))
+    return {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": original,
+        "long_factor": long,
+        "short_factor": short,
+        "attention_factor": facts.number("rope.scaling.attn_factor", 1.0),
+    }
 
 
 def _find_proportional_rope(factors: list[float]) -> Config:

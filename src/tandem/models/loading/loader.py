@@ -350,6 +350,7 @@ class CausalModel:
             windows=windows,
             sharing=sharing,
             num_deferred_experts=self.plan.num_deferred_experts,
+            rope_factors=self.plan.rope_factors,
         )
 
     def kv_layout(self, block_size: int = 64, kv_dtype: str = "auto") -> KVLayout:
@@ -794,6 +795,7 @@ def _find_ropes(
     if isinstance(module, Rope | LayeredRope):
         ropes = module.ropes
     else:
+        _require_steady(module)
         specs = {
             layer.mixer.rope_idx: layer.rope
             for layer in plan.layers
@@ -807,6 +809,20 @@ def _find_ropes(
     for rope in ropes:
         rope.inv_freq = rope.inv_freq.to(device)
     return ropes
+
+
+def _require_steady(module: nn.Module) -> None:
+    """Check that the angles of transformers' rotary module depend on positions alone.
+
+    Raises: UnsupportedError (they change with the length of the sequence, so that cached keys and
+        chunks of a prompt would be rotated by others).
+    """
+    kinds: Any = getattr(module, "rope_type", "")
+    found = set(kinds.values() if isinstance(kinds, dict) else [kinds]) & {"dynamic", "longrope"}
+    if found:
+        what = f"a rule keeps {type(module).__name__}, whose {found.pop()} angles change with a "
+        what += "sequence's length: leave it to the operator Rope"
+        raise UnsupportedError("models.load", what)
 
 
 def make_kv_layout(spec: ModelSpec, block_size: int, kv_dtype: str) -> KVLayout:

@@ -21,6 +21,7 @@ from tandem.core.model.plan import (
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.models.families import Checkpoint, open_checkpoint
 from tandem.models.identity import list_config_values
+from tandem.models.own.context import find_steady_context
 from tandem.models.own.gate import find_class, open_own
 from tandem.models.own.prove import require_own_proof
 from tandem.models.planning.planner import plan_model
@@ -125,6 +126,8 @@ def plan_own(
     spec = _complete_spec(checkpoint, skeleton)
     spec = choose_dtype(set_auto_dtype(spec, is_coded=False), dtype)
     token_bytes, fixed_bytes = _count_cache_bytes(skeleton, spec)
+    context, context_reason = find_steady_context(checkpoint.config, spec.max_position_embeddings)
+    spec = replace(spec, max_position_embeddings=context)
     parameters = dict(skeleton.named_parameters())
     vectors = sum(p.numel() for p in parameters.values() if p.dim() < 2)
     return ModelPlan(
@@ -154,6 +157,7 @@ def plan_own(
         router=CHOICE,
         expert_parts=1,
         packed_cache="off",
+        context_reason=context_reason,
         own=OwnModules(
             reason=refusal.what,
             piece=piece,

@@ -8,6 +8,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from tandem.models.own.context import keep_steady
+from tandem.models.proof.shrink import NUM_TOKENS
+
 __all__ = ["MAX_WEIGHTS", "TINY_VOCAB", "list_tiny"]
 
 Values = dict[str, Any]
@@ -80,6 +83,7 @@ def _shrink(values: Values, num_layers: int, *, is_narrow: bool) -> None:
     for name, value in values.items():
         if isinstance(value, dict) and name.endswith("_config") and name != "per_layer_config":
             _shrink(value, num_layers, is_narrow=is_narrow)
+    keep_steady(values, NUM_TOKENS)
     total = _find(values, LAYER_NAMES)
     chosen = _choose_layers(values, total, num_layers or total)
     heads, width = _find(values, HEAD_NAMES), _find(values, WIDTH_NAMES)

@@ -59,6 +59,7 @@ from tandem.models.planning.probes import (
     find_norm_offset,
     find_routing,
     gives_whole_angles,
+    observe_frequencies,
     read_frequencies,
     takes_choices,
     takes_positions,
@@ -338,19 +339,43 @@ def _describe_rope(module: Any, config: Any, name: str) -> RopeSpec:
     known["max_position_embeddings"] = config.max_position_embeddings
     if raw.get("rope_type") == "proportional":
         known["num_angles"] = int(inv_freq.count_nonzero())
+    if raw.get("rope_type") == "longrope":
+        return _describe_longrope(module, config, name, known)
+    spec = _convert_rope(known)
+    _require_angles(module, spec, inv_freq, attention_factor)
+    return spec
+
+
+def _convert_rope(known: Mapping[str, object]) -> RopeSpec:
     try:
-        spec = msgspec.convert(known, RopeSpec, strict=False)
+        return msgspec.convert(known, RopeSpec, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(
             "models.check_config", f"rope_parameters: {error}", field="rope_parameters"
         ) from error
+
+
+def _require_angles(module: Any, spec: RopeSpec, inv_freq: Tensor, factor: float) -> None:
     rope = Rope(spec)
-    theirs = torch.cat((inv_freq, torch.tensor([attention_factor])))
+    theirs = torch.cat((inv_freq, torch.tensor([factor])))
     ours = torch.cat((rope.inv_freq, torch.tensor([rope.attention_factor])))
     # Slow frequencies are tiny, so only a relative tolerance detects a difference.
     if not torch.allclose(ours, theirs, rtol=ANGLE_TOLERANCE, atol=0):
         raise UnfitModuleError(f"{type(module).__name__} has other angles than rope_parameters say")
-    return spec
+
+
+def _describe_longrope(module: Any, config: Any, name: str, known: dict[str, Any]) -> RopeSpec:
+    """Return the spec of a LongRoPE, for the model's own context, after checking that the module
+    has its angles both up to the original length and beyond it.
+    """
+    longest, pairs = config.max_position_embeddings, known["head_dim"] // 2
+    original: int = known["original_max_position_embeddings"]
+    known.setdefault("factor", longest / original)
+    spec = _convert_rope(known)
+    for context in (original, original + 1):
+        served = spec.serve(context)
+        _require_angles(module, served, *observe_frequencies(module, name, context, pairs))
+    return spec.serve(longest)
 
 
 def _find_rope_idx(module: Any, config: Any, *, rotates: bool = True) -> int:

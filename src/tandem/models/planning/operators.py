@@ -117,6 +117,15 @@ def _choose_frozen(module: Any) -> str:
     return "FrozenGatedDelta" if is_state_mixer(module) else DEFAULT
 
 
+def _choose_frozen_rope(module: Any) -> str:
+    """Return the operator name for a rotary embedding while adapters are trained: ours for a
+    LongRoPE, which transformers' module would switch by the length of each batch.
+    """
+    kinds = getattr(module, "rope_type", "")
+    names = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return "Rope" if "longrope" in names else DEFAULT
+
+
 def _choose_latent(module: Any) -> str:
     """Return the operator name for a projection between the model's hidden size and the experts'
     smaller one: ``Linear``, or ``default`` (unchanged) for a module that is not linear.
@@ -236,6 +245,7 @@ for _entry in (
     OperatorEntry("DecoderLayer", describe_decoder_layer, is_optional=True),
     OperatorEntry("SelfAttention", None, choose=_choose_attention),
     OperatorEntry("FrozenAttention", None, choose=_choose_frozen),
+    OperatorEntry("FrozenRope", None, choose=_choose_frozen_rope),
     OperatorEntry("Mixer", None, choose=_choose_mixer),
     OperatorEntry("LatentLinear", None, choose=_choose_latent),
     OperatorEntry("FeedForward", None, choose=_choose_feed_forward),

@@ -46,6 +46,8 @@ def _list_layers(plan: ModelPlan) -> Iterator[tuple[str, ...]]:
     for layer in plan.layers:
         rope = layer.rope
         angles = "-" if rope is None else f"{rope.rope_type} {rope.rope_theta:g}"
+        if rope is not None and rope.rope_type == "longrope":
+            angles += f", {'long' if rope.is_long else 'short'} factors"
         key = (_tell_mixer(layer.mixer), angles, _tell_mlp(layer))
         groups.setdefault(key, []).append(layer.index)
     for key, indexes in groups.items():

@@ -37,6 +37,7 @@ __all__ = [
     "gives_whole_angles",
     "key_module",
     "observe_attention",
+    "observe_frequencies",
     "read_frequencies",
     "takes_choices",
     "takes_positions",
@@ -452,6 +453,27 @@ def read_frequencies(rotary: Any, layer_type: str) -> tuple[Tensor, float]:
     except Exception as error:
         # transformers' code may raise any exception, so all are caught.
         what = f"{type(rotary).__name__} does not tell its frequencies: {error}"
+        raise UnfitModuleError(what) from error
+
+
+def observe_frequencies(
+    rotary: Any, layer_type: str, context: int, num_pairs: int
+) -> tuple[Tensor, float]:
+    """Return the inverse frequencies [r / 2] and the factor on cos and sin with which a rotary
+    embedding rotates a sequence of ``context`` tokens, as its angles at position 1 show them.
+
+    Other arguments, and errors, as for ``read_frequencies``. Frequencies of half a turn and more
+    come out as others.
+    """
+    try:
+        made, x = type(rotary)(rotary.config), torch.empty(1, 1, 1)
+        stated = (layer_type,) if layer_type else ()
+        cos, sin = made(x, torch.tensor([[1, context - 1]]), *stated)
+        cos, sin = (each[0, 0, :num_pairs] for each in (cos, sin))
+        return torch.atan2(sin, cos), float(torch.hypot(sin, cos)[0])
+    except Exception as error:
+        # transformers' code may raise any exception, so all are caught.
+        what = f"{type(rotary).__name__} does not tell its angles: {error}"
         raise UnfitModuleError(what) from error
 
 

@@ -65,6 +65,10 @@ NAMES = {
 }
 """Fields whose values are names, with other values to try."""
 LAYER_KINDS = {"sliding_attention": "full_attention", "full_attention": "sliding_attention"}
+OF_LENGTH = ("dynamic", "longrope")
+"""Types of RoPE that change with the length of the sequence."""
+SMALL = 1e-9
+"""Size up to which a number is no quantity but guards a division, which only larger ones show."""
 SEARCHED = ("noticed", "structural", "unnoticed", "refused")
 """Outcomes of changed values in order of precedence; the search ends at a value that is noticed."""
 
@@ -115,9 +119,13 @@ def _list_values(field: str, value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [v for v in (value + 1, value // 2, 2 * value) if v > 0 and v != value]
+        return [v for v in (value + 1, value // 2, 2 * value, 1) if v > 0 and v != value]
     if isinstance(value, float):
-        return [2 * value, value / 4] if value else [0.5]
+        # A guard of a division is told from a factor by a value that a divisor does not exceed.
+        guard = [1.0] if 0 < value <= SMALL else []
+        return [2 * value, value / 4, *guard] if value else [0.5]
+    if field in ("short_factor", "long_factor") and isinstance(value, list):
+        return [[2.0 * factor for factor in value]]
     if isinstance(value, str):
         return [name for name in NAMES.get(field, ()) if name != value][:2]
     if field == "layer_types" and isinstance(value, list):
@@ -132,29 +140,31 @@ def _list_values(field: str, value: Any) -> list[Any]:
 def flip_fields(
     config: Any,
     state: dict[str, Tensor],
-    tokens: Tensor,
-    reference: Reference,
+    references: tuple[Reference, ...],
     *,
     is_stepwise: bool,
+    fields: frozenset[str] | None = None,
 ) -> tuple[Flip, ...]:
     """Change each field of a tiny configuration and run eager with the same weights.
 
     Args:
         config: configuration of the tiny model.
         state: its weights, float32.
-        tokens: int64 [T].
-        reference: eager's results without a change.
+        references: eager's results without a change; a change is noticed if one of them shows it.
         is_stepwise: as for ``run_eager``.
+        fields: the fields to change; None: all.
     """
     values = config.to_dict()
     read = list_read_fields(config)
     outcomes: dict[str, Flip] = {}
     tried: dict[str, list[dict[str, Any]]] = {}
     for field, change, changed in list_changes(config):
+        if fields is not None and field not in fields:
+            continue
         found = outcomes.get(field)
         if found is not None and found.outcome in ("noticed", "structural"):
             continue
-        outcome = _try_change(type(config), changed, state, tokens, reference, is_stepwise)
+        outcome = _try_change(type(config), changed, state, references, is_stepwise)
         if outcome == "unnoticed":
             tried.setdefault(field, []).append(changed)
         if found is None or SEARCHED.index(outcome) < SEARCHED.index(found.outcome):
@@ -163,7 +173,7 @@ def flip_fields(
         if flip.outcome == "unnoticed":
             is_harmless = HARMLESS.get(field)
             is_read = field.partition(".")[0] in read
-            if not is_read or not _turns_otherwise(config, field, tried[field]):
+            if not is_read or not _can_matter(config, field, tried[field]):
                 outcomes[field] = replace(flip, outcome="unread")
             elif is_harmless is not None and is_harmless(values):
                 outcomes[field] = replace(flip, outcome="harmless")
@@ -186,8 +196,7 @@ def _try_change(
     kind: Any,
     values: dict[str, Any],
     state: dict[str, Tensor],
-    tokens: Tensor,
-    reference: Reference,
+    references: tuple[Reference, ...],
     is_stepwise: bool,
 ) -> Literal["noticed", "structural", "refused", "unnoticed"]:
     from transformers.initialization import no_init_weights
@@ -202,41 +211,87 @@ def _try_change(
     if shapes != {name: tensor.shape for name, tensor in state.items()}:
         return "structural"
     model.load_state_dict(state)
-    try:
-        logits = run_eager(model, tokens, is_stepwise=is_stepwise)
-    except Exception:  # noqa: BLE001 - as above
-        return "refused"
-    return "noticed" if reference.find_excess(logits) > 1 else "unnoticed"
+    for reference in references:
+        try:
+            logits = run_eager(model, reference.tokens, is_stepwise=is_stepwise)
+        except Exception:  # noqa: BLE001 - as above
+            return "refused"
+        if reference.find_excess(logits) > 1:
+            return "noticed"
+    return "unnoticed"
 
 
-def _turns_otherwise(config: Any, field: str, changes: list[dict[str, Any]]) -> bool:
-    """Return True unless a RoPE field has no effect on transformers' modules.
+def _can_matter(config: Any, field: str, changes: list[dict[str, Any]]) -> bool:
+    """Return True unless a field has no effect on transformers' modules.
 
-    A class reads some fields of ``rope_parameters`` and ignores the others; most ignore the rotated
-    share of a head, for example. Fields are read when a model is built, except for a dynamic RoPE,
-    which changes with the length.
+    A class reads some fields and ignores them, as others have precedence (the number of heads of
+    each layer over that of all), and most ignore some fields of ``rope_parameters``, such as the
+    rotated share of a head. Such a field leaves all modules as they are, and is not read while they
+    run. A RoPE that changes with the length reads its fields while it runs.
+
+    Args:
+        config: configuration of the tiny model.
+        field: the changed field.
+        changes: the values of all fields, for each change that was tried.
     """
-    if not field.startswith("rope_parameters.") or "'dynamic'" in repr(config.rope_parameters):
+    made = [type(config).from_dict(deepcopy(values)) for values in changes]
+    if all(other.to_dict() == config.to_dict() for other in made):
+        return False  # The class sets the field from another one.
+    outer = field.partition(".")[0]
+    is_rope = outer == "rope_parameters"
+    if is_rope and any(f"'{kind}'" in repr(config.rope_parameters) for kind in OF_LENGTH):
         return True
     ours = _describe_modules(config)
-    return any(_describe_modules(type(config).from_dict(deepcopy(v))) != ours for v in changes)
+    if all(_describe_modules(other) == ours for other in made):
+        # Its modules may yet read it when they run.
+        return not is_rope and outer in _list_run_fields(config)
+    return True
 
 
 def _describe_modules(config: Any) -> list[Any]:
-    """Return the numbers, strings and non-weight buffers of a model's modules."""
+    """Return the classes, attributes and non-weight buffers of a model's modules."""
     model = build_eager(config)
     stored = model.state_dict().keys()
     buffers = [(n, b.tolist()) for n, b in model.named_buffers() if n not in stored]
-    plain = (bool, int, float, str)
     return buffers + [
-        (name, sorted((k, str(v)) for k, v in vars(module).items() if isinstance(v, plain)))
+        (name, type(module).__name__, sorted(_list_attributes(module)))
         for name, module in model.named_modules()
     ]
 
 
+def _list_attributes(module: Any) -> Iterator[tuple[str, str]]:
+    """Yield the attributes of a module's own: numbers, strings, lists of them, and functions."""
+    for name, value in vars(module).items():
+        if isinstance(value, (bool, int, float, str, list, tuple)):
+            yield name, str(value)
+        elif callable(value):
+            yield name, str(getattr(value, "__qualname__", type(value).__name__))
+
+
 def list_read_fields(config: Any) -> set[str]:
     """Return the fields that transformers reads while it builds a model."""
+    kind, read = type(config), set[str]()
+    seen = _observe(config, read)
+    with torch.device("meta"):
+        model_class: Any = choose_auto_class(config)._model_mapping[kind]
+        model_class(seen)
+    return _add_aliases(kind, read)
+
+
+def _list_run_fields(config: Any) -> set[str]:
+    """Return the fields that transformers reads while a model of a tiny configuration runs."""
     read: set[str] = set()
+    model = build_eager(config)
+    for module in model.modules():
+        if getattr(module, "config", None) is model.config and module is not model:
+            module.config = _observe(config, read)
+    model.config = _observe(model.config, read)
+    run_eager(model, torch.zeros(2, dtype=torch.int64))
+    return _add_aliases(type(config), read)
+
+
+def _observe(config: Any, read: set[str]) -> Any:
+    """Return a copy of a configuration that adds the names of fields that are read to ``read``."""
     kind: Any = type(config)
 
     def note(self: Any, name: str) -> Any:
@@ -246,8 +301,9 @@ def list_read_fields(config: Any) -> set[str]:
     seen = deepcopy(config)
     # The subclass keeps the name of its parent, because transformers looks classes up by name.
     object.__setattr__(seen, "__class__", type(kind.__name__, (kind,), {"__getattribute__": note}))
-    with torch.device("meta"):
-        model_class: Any = choose_auto_class(config)._model_mapping[kind]
-        model_class(seen)
+    return seen
+
+
+def _add_aliases(kind: Any, read: set[str]) -> set[str]:
     aliases: dict[str, str] = getattr(kind, "attribute_map", {})
     return read | {aliases[name] for name in read if name in aliases}

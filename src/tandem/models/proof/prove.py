@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from tandem._native import ThreadPool
@@ -22,10 +22,12 @@ from tandem.models.loading.loader import CausalModel, load_model
 from tandem.models.planning.planner import plan_model
 from tandem.models.proof.flips import flip_fields
 from tandem.models.proof.locate import locate_difference
-from tandem.models.proof.result import Check, Proof
+from tandem.models.proof.result import Check, Flip, Proof
 from tandem.models.proof.shrink import NUM_TOKENS, WINDOW, shrink_config
 from tandem.models.proof.tiny import (
-    make_reference,
+    Reference,
+    list_prompts,
+    make_references,
     make_tiny,
     make_tokens,
     save_tiny,
@@ -36,6 +38,8 @@ __all__ = ["find_key", "hash_code", "is_dynamic", "prove_config"]
 BLOCK_SIZE = 16
 CHUNKS = (1, WINDOW, WINDOW + 1, 30)
 FIRST_DECODED = 24
+TABLE = [5, 0, 3, 9]
+"""Blocks of a sequence of ``NUM_TOKENS``."""
 NUM_SHARED = 21
 """Tokens that the second sequence reuses from the first: one block, and a part of the next."""
 SEEDS = (0, 1, 2)
@@ -47,10 +51,17 @@ seed; a wrong model fails with all.
 class _Runner:
     """Our model of a tiny checkpoint with a few KV blocks, fed in the ways in which an engine might
     feed it.
+
+    Args:
+        folder: the checkpoint.
+        pool: runs the kernels.
+        context: most tokens of a sequence; None: the model's own.
     """
 
-    def __init__(self, folder: Path, pool: ThreadPool) -> None:
-        self.model: CausalModel = load_model(plan_model(folder, dtype="float32"), pool)
+    def __init__(self, folder: Path, pool: ThreadPool, context: int | None = None) -> None:
+        plan = plan_model(folder, dtype="float32")
+        plan = plan if context is None else plan.serve(context)
+        self.model: CausalModel = load_model(plan, pool)
         self._num_blocks = 4 * (NUM_TOKENS // BLOCK_SIZE + 1)
         self._states = self.model.allocate_states(3)
 
@@ -71,8 +82,8 @@ class _Runner:
         return self.model.forward(PagedBatch.build(chunks, BLOCK_SIZE), cache, states=self._states)
 
     def run_pieces(self, tokens: list[int], cuts: list[int]) -> Tensor:
-        cache, table = self.make_cache(), [5, 0, 3, 9]
-        pieces = pairwise([0, *cuts, len(tokens)])
+        cache, table = self.make_cache(), TABLE
+        pieces = pairwise([0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)])
         return torch.cat([self.run(cache, table, tokens[a:b], a) for a, b in pieces])
 
     def run_reusing(self, tokens: list[int]) -> Tensor:
@@ -80,10 +91,10 @@ class _Runner:
         the next block; return the logits.
         """
         cache = self.make_cache()
-        first = self.run(cache, [5, 0, 3, 9], tokens[:NUM_SHARED])
+        first = self.run(cache, TABLE, tokens[:NUM_SHARED])
         if self._states is not None:
             self._states.copy(2, 0)
-        self.run(cache, [5, 0, 3, 9], tokens[NUM_SHARED:], NUM_SHARED)
+        self.run(cache, TABLE, tokens[NUM_SHARED:], NUM_SHARED)
         cache.copy_block(0, 7, NUM_SHARED - BLOCK_SIZE)
         rest = self.run(cache, [5, 7, 11, 2], tokens[NUM_SHARED:], NUM_SHARED, slot=0)
         return torch.cat((first, rest))
@@ -95,7 +106,7 @@ class _Runner:
         cache = self.make_cache()
         chunks = [
             SequenceChunk(tokens[:WINDOW], 0, [1], "all", state_slot=1),
-            SequenceChunk(tokens, 0, [5, 0, 3, 9], "all", state_slot=2),
+            SequenceChunk(tokens, 0, TABLE, "all", state_slot=2),
         ]
         return self._forward(chunks, cache)[WINDOW:]
 
@@ -170,7 +181,7 @@ def prove_config(config: Any, *, with_flips: bool = True) -> Proof:
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
-        proof = msgspec.structs.replace(proof, key=find_key(config))
+        proof = replace(proof, key=find_key(config))
         return _prove_with_seeds(proof, config, with_flips=with_flips)
     except TandemError as error:
         return _refuse(proof, error.what)
@@ -193,47 +204,88 @@ def _prove_with_seeds(proof: Proof, config: Any, *, with_flips: bool) -> Proof:
 
 
 def _refuse(proof: Proof, problem: str) -> Proof:
-    return msgspec.structs.replace(proof, problem=problem)
+    return replace(proof, problem=problem)
+
+
+class _Tiny:
+    """A tiny model, in transformers' eager code and as a checkpoint.
+
+    Args:
+        config: its configuration.
+        seed: of its weights and prompt.
+        folder: empty folder, in which the checkpoint is saved.
+    """
+
+    def __init__(self, config: Any, seed: int, folder: Path) -> None:
+        self.config, self._folder = config, folder
+        self.is_stepwise = is_dynamic(config)
+        self.eager = make_tiny(config, seed)
+        tokens = make_tokens(config, seed)
+        prompts = list_prompts(config, tokens)
+        self.state = {name: tensor.clone() for name, tensor in self.eager.state_dict().items()}
+        save_tiny(self.eager, folder)
+        self.references = make_references(self.eager, prompts, is_stepwise=self.is_stepwise)
+        """Eager's results, for the whole prompt first."""
+
+    @property
+    def eager_excess(self) -> float:
+        return max(reference.eager_excess for reference in self.references)
+
+    @property
+    def is_useful(self) -> bool:
+        return all(reference.is_useful for reference in self.references)
+
+    def check(self, pool: ThreadPool, feeds: Iterable[str]) -> Iterator[Check]:
+        """Yield the comparison of our model for each way of feeding the whole prompt, and of
+        shorter prompts in chunks; one that fails names the operator.
+        """
+        whole, *shorter = self.references
+        runner = _Runner(self._folder, pool)
+        for name in feeds:
+            yield self._compare(runner, whole, name, name)
+        for reference in shorter:
+            runner = _Runner(self._folder, pool, context=len(reference.tokens))
+            yield self._compare(
+                runner, reference, "chunked", f"up to {len(reference.tokens)} tokens"
+            )
+
+    def _compare(self, runner: _Runner, reference: Reference, feed: str, name: str) -> Check:
+        logits = FEEDS[feed](runner, reference.tokens.tolist())
+        check = Check(name=name, excess=reference.find_excess(logits))
+        if check.is_ok:
+            return check
+        where = locate_difference(runner.model, self.eager, reference.tokens)
+        return replace(check, where=where or "no operator alone: in how they are fed")
+
+    def flip(self) -> tuple[Flip, ...]:
+        return flip_fields(self.config, self.state, self.references, is_stepwise=self.is_stepwise)
 
 
 def _prove_once(proof: Proof, config: Any, seed: int, *, with_flips: bool) -> Proof:
     pool = ThreadPool(1)
-    tiny = shrink_config(config)
-    is_stepwise = is_dynamic(tiny)
-    eager, tokens = make_tiny(tiny, seed), make_tokens(tiny, seed)
-    state = {name: tensor.clone() for name, tensor in eager.state_dict().items()}
     with TemporaryDirectory(prefix="tandem-proof-") as folder:
-        save_tiny(eager, Path(folder))
-        reference = make_reference(eager, tokens, is_stepwise=is_stepwise)
-        if not reference.is_useful:
-            what = f"eager's own float32 is {reference.eager_excess:.3g} times the bound off"
+        tiny = _Tiny(shrink_config(config), seed, Path(folder))
+        if not tiny.is_useful:
+            what = f"eager's own float32 is {tiny.eager_excess:.3g} times the bound off"
             return _refuse(proof, what)
-        runner = _Runner(Path(folder), pool)
-        checks = [
-            Check(name=name, excess=reference.find_excess(feed(runner, tokens.tolist())))
-            for name, feed in FEEDS.items()
-        ]
+        checks = [*tiny.check(pool, FEEDS)]
+        if all(check.is_ok for check in checks):
+            checks.append(_check_true_heads(config, seed, pool))
         failed = next((check for check in checks if not check.is_ok), None)
         problem = ""
         if failed is not None:
-            where = locate_difference(runner.model, eager, tokens)
-            where = where or "no operator alone: in how they are fed"
-            problem = f"{failed.name}: {failed.excess:.3g} times the bound; first differs: {where}"
-    if not problem:
-        check = _check_true_heads(config, seed, pool)
-        checks.append(check)
-        if not check.is_ok:
-            problem = f"{check.name}: {check.excess:.3g} times the bound"
-    flips = ()
-    if with_flips and not problem:
-        flips = flip_fields(tiny, state, tokens, reference, is_stepwise=is_stepwise)
-        unproved = [flip.field for flip in flips if flip.outcome == "unnoticed"]
-        if unproved:
-            problem = f"the tiny model does not tell a change of {', '.join(unproved)}"
-    return msgspec.structs.replace(
+            problem = f"{failed.name}: {failed.excess:.3g} times the bound"
+            problem += f"; first differs: {failed.where}" if failed.where else ""
+        flips = ()
+        if with_flips and not problem:
+            flips = tiny.flip()
+            unproved = [flip.field for flip in flips if flip.outcome == "unnoticed"]
+            if unproved:
+                problem = f"the tiny model does not tell a change of {', '.join(unproved)}"
+    return replace(
         proof,
-        architecture=type(eager).__name__,
-        eager_excess=reference.eager_excess,
+        architecture=type(tiny.eager).__name__,
+        eager_excess=tiny.eager_excess,
         checks=tuple(checks),
         flips=flips,
         problem=problem,
@@ -241,15 +293,11 @@ def _prove_once(proof: Proof, config: Any, seed: int, *, with_flips: bool) -> Pr
 
 
 def _check_true_heads(config: Any, seed: int, pool: ThreadPool) -> Check:
-    tiny = shrink_config(config, is_true_head=True)
-    is_stepwise = is_dynamic(tiny)
-    eager, tokens = make_tiny(tiny, seed), make_tokens(tiny, seed)
     with TemporaryDirectory(prefix="tandem-proof-") as folder:
-        save_tiny(eager, Path(folder))
-        reference = make_reference(eager, tokens, is_stepwise=is_stepwise)
-        runner = _Runner(Path(folder), pool)
-        logits = FEEDS["chunked"](runner, tokens.tolist())
-    return Check(name="true head sizes", excess=reference.find_excess(logits))
+        tiny = _Tiny(shrink_config(config, is_true_head=True), seed, Path(folder))
+        checks = [*tiny.check(pool, ("chunked",))]
+    worst = max(checks, key=lambda check: check.excess)
+    return Check(name="true head sizes", excess=worst.excess)
 
 
 def is_dynamic(config: Any) -> bool:

@@ -15,6 +15,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     excess: float
     """Largest distance of a logit from eager in float64, in units of the bound."""
+    where: str = ""
+    """The first operator that differs, of a comparison of the tiny model that failed."""
 
     @property
     def is_ok(self) -> bool:

@@ -15,7 +15,7 @@ from tandem.core.errors import UnsupportedError
 from tandem.models.identity import list_config_values
 from tandem.models.loading.skeleton import build_skeleton
 
-__all__ = ["NUM_TOKENS", "WINDOW", "shrink_config"]
+__all__ = ["NUM_TOKENS", "TRAINED_CONTEXT", "WINDOW", "shrink_config"]
 
 NUM_TOKENS = 52
 """Tokens of the sequence that a proof computes, more than a tiny model's windows and RoPE
@@ -373,8 +373,28 @@ def _shrink_rope(values: Values) -> None:
             # it.
             for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
                 rope[name] = (rope.get(name) or default) * TRAINED_CONTEXT / trained
+        for name in ("short_factor", "long_factor"):
+            if isinstance(rope.get(name), list):
+                rope[name] = _shrink_factors(rope[name], _count_rotated(values, rope) // 2)
     if isinstance(values.get("original_max_position_embeddings"), int):
         values["original_max_position_embeddings"] = TRAINED_CONTEXT
+
+
+def _count_rotated(values: Values, rope: Values) -> int:
+    """Return the number of rotated items of a head, of the values of a shrunk configuration."""
+    if "kv_lora_rank" in values:
+        return values["qk_rope_head_dim"]
+    size = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    return int(size * (rope.get("partial_rotary_factor") or 1.0))
+
+
+def _shrink_factors(factors: list[float], count: int) -> list[float]:
+    """Return ``count`` of a LongRoPE's factors, evenly spaced; a list of another length than the
+    configuration needs keeps being wrong.
+    """
+    if count < 1 or len(factors) < count:
+        return factors
+    return [factors[i * len(factors) // count] for i in range(count)]
 
 
 def _shrink_scales(values: Values) -> None:

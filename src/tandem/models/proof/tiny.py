@@ -13,12 +13,13 @@ from torch import Tensor
 from tandem.kernels import tolerance
 from tandem.models.families import choose_auto_class
 from tandem.models.planning.roles import find_base_part
-from tandem.models.proof.shrink import NUM_TOKENS
+from tandem.models.proof.shrink import NUM_TOKENS, TRAINED_CONTEXT
 
 __all__ = [
     "Reference",
     "build_eager",
-    "make_reference",
+    "list_prompts",
+    "make_references",
     "make_tiny",
     "make_tokens",
     "run_eager",
@@ -38,10 +39,12 @@ VECTOR_SPREAD = 0.3
 
 @dataclass(frozen=True)
 class Reference:
-    """The logits of transformers' eager model of a tiny configuration, exact and in float32, and
-    how far ours may differ from them.
+    """The logits of transformers' eager model of a tiny configuration for one prompt, exact and in
+    float32, and how far ours may differ from them.
     """
 
+    tokens: Tensor
+    """The prompt, int64 [T]."""
     exact: NDArray[np.float64]
     """Exact logits [T, V], in float64."""
     bound: NDArray[np.float64]
@@ -83,9 +86,9 @@ def build_eager(config: Any) -> Any:
     )
 
 
-def make_tiny(config: Any, seed: int) -> Any:
+def make_tiny(config: Any, seed: int, gain: float = 1.0) -> Any:
     """Build transformers' eager model of a tiny configuration, with random parameters and random
-    stored buffers.
+    stored buffers; ``gain`` is a further factor on its matrices.
     """
     state = torch.random.get_rng_state()
     try:
@@ -96,7 +99,7 @@ def make_tiny(config: Any, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            _fill(name, parameter, generator)
+            _fill(name, parameter, generator, gain)
         for module in model.modules():
             for key, buffer in module._buffers.items():
                 is_stored = key not in module._non_persistent_buffers_set
@@ -106,7 +109,7 @@ def make_tiny(config: Any, seed: int) -> Any:
     return model
 
 
-def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
+def _fill(name: str, parameter: Tensor, generator: torch.Generator, factor: float) -> None:
     noise = torch.randn(parameter.shape, generator=generator)
     if parameter.dim() == 1:
         # The initial values of transformers tell the kind of a vector: a norm starts at 1 (or at 0
@@ -116,16 +119,27 @@ def _fill(name: str, parameter: Tensor, generator: torch.Generator) -> None:
         parameter.copy_(center + spread * noise if is_even else noise)
     else:
         is_score = any(word in name for word in ("gate.weight", "router.weight", "q_proj", "q_b"))
-        gain = SCORE_GAIN if is_score else MATRIX_GAIN
+        gain = factor * (SCORE_GAIN if is_score else MATRIX_GAIN)
         parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
 
 
-def make_tokens(config: Any, seed: int) -> Tensor:
-    """Return random token ids, int64 [NUM_TOKENS], on which a tiny model of ours is compared with
+def make_tokens(config: Any, seed: int, num_tokens: int = NUM_TOKENS) -> Tensor:
+    """Return random token ids, int64 [num_tokens], on which a tiny model of ours is compared with
     transformers'; the same for the same seed.
     """
     generator = torch.Generator().manual_seed(seed + 1)
-    return torch.randint(3, config.vocab_size, (NUM_TOKENS,), generator=generator)
+    return torch.randint(3, config.vocab_size, (num_tokens,), generator=generator)
+
+
+def list_prompts(config: Any, tokens: Tensor) -> list[Tensor]:
+    """Return the prompts on which a tiny model is compared: the tokens, which cross every length
+    that the configuration names; and, for a LongRoPE, which takes other angles within its original
+    length, as many of them as end there.
+    """
+    ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    places = [value for value in ropes.values() if isinstance(value, dict)] or [ropes]
+    is_long = any(rope.get("rope_type") == "longrope" for rope in places)
+    return [tokens, tokens[:TRAINED_CONTEXT]] if is_long else [tokens]
 
 
 def save_tiny(model: Any, folder: Path) -> None:
@@ -171,13 +185,22 @@ def name_cache(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in names else "past_key_values": cache}
 
 
-def make_reference(model: Any, tokens: Tensor, *, is_stepwise: bool) -> Reference:
-    """Run transformers' eager model over the tokens in float32 and in float64, to compare ours
+def make_references(
+    model: Any, prompts: list[Tensor], *, is_stepwise: bool
+) -> tuple[Reference, ...]:
+    """Run transformers' eager model over each prompt in float32 and in float64, to compare ours
     with; the model is left in float64.
     """
-    hidden: list[Tensor] = []
-    rounded = run_eager(model, tokens, is_stepwise=is_stepwise)
+    rounded = [run_eager(model, tokens, is_stepwise=is_stepwise) for tokens in prompts]
     model.double()
+    return tuple(
+        _make_reference(model, tokens, logits, is_stepwise=is_stepwise)
+        for tokens, logits in zip(prompts, rounded, strict=True)
+    )
+
+
+def _make_reference(model: Any, tokens: Tensor, rounded: Tensor, *, is_stepwise: bool) -> Reference:
+    hidden: list[Tensor] = []
     norm = find_base_part(model, "norm")[1]
     hook = norm.register_forward_hook(lambda *args: hidden.append(args[2].detach()[0]))
     try:
@@ -190,4 +213,4 @@ def make_reference(model: Any, tokens: Tensor, *, is_stepwise: bool) -> Referenc
     bound = tolerance.logits(states, weight, layers, torch.float32)
     values = exact.double().numpy()
     off = float(np.max(np.abs(rounded.double().numpy() - values) / bound))
-    return Reference(values, bound * max(1.0, CONDITION * off), off)
+    return Reference(tokens, values, bound * max(1.0, CONDITION * off), off)
