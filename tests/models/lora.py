@@ -5,6 +5,7 @@ import warnings
 
 import peft
 import torch
+from peft.utils import transformers_weight_conversion
 
 from tandem.kernels.operators import lora
 
@@ -35,7 +36,7 @@ def make_adapter(model, folder, monkeypatch, *, seed=1, rank=4, targets=None, **
         warnings.simplefilter("ignore")
         # Names of dense blocks would be taken for those of experts, which older models had apart.
         monkeypatch.setattr(
-            peft.utils.transformers_weight_conversion, "convert_peft_config_for_transformers", _keep
+            transformers_weight_conversion, "convert_peft_config_for_transformers", _keep
         )
         tuned = peft.get_peft_model(copy.deepcopy(model), config).eval()
     generator = torch.Generator().manual_seed(seed)
