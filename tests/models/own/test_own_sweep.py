@@ -12,10 +12,14 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tandem.core.errors import UnsupportedError
 from tandem.core.model.plan import WHOLE_PROMPT
 from tandem.models.own import caches
 from tandem.models.own.classes import IN_PIECES, WHOLE_PROMPTS
 from tandem.models.own.prove import prove_own
+from tandem.models.own.shrink import list_tiny
+from tandem.models.proof.prove import prove_config
+from tandem.models.proof.shrink import NUM_TOKENS, require_crossed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 
@@ -66,6 +70,19 @@ def test_the_lists_are_of_the_classes_and_enough():
     served = {*SERVED, *IN_PIECES, *WHOLE_PROMPTS}
     assert served <= set(NAMES)
     assert len(served) >= MIN_SHARE * len(NAMES)
+
+
+def test_a_prompt_crosses_each_length_that_a_class_names():
+    """A window, a chunk, a floor or an original length beyond it would hide what comes after."""
+    for name in (*IN_PIECES, *WHOLE_PROMPTS):
+        for tiny in list_tiny(make_config(name)):
+            require_crossed(tiny)
+    tiny = next(list_tiny(make_config("gpt_neo")))
+    tiny.window_size = NUM_TOKENS + 1
+    with pytest.raises(UnsupportedError, match="window_size is 53 in the tiny model"):
+        require_crossed(tiny)
+    # The operators' tiny models know fewer names, and give way to transformers' own modules.
+    assert "keep_window_size is 2048" in prove_config(make_config("doge")).problem
 
 
 def test_a_cache_that_forgets_is_refused(monkeypatch):

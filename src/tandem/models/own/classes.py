@@ -27,7 +27,6 @@ IN_PIECES = (
     "deepseek_v32",
     "deepseek_v4",
     "diffllama",
-    "doge",
     "dots3_note_text",
     "electra",
     "emu3",

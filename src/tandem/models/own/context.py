@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.core.model.plan import OWN_CONTEXT
 
-__all__ = ["find_steady_context", "keep_steady"]
+__all__ = ["find_steady_context", "shrink_trained"]
 
 
 def find_steady_context(config: Any, own: int) -> tuple[int, str]:
@@ -36,17 +36,23 @@ def find_steady_context(config: Any, own: int) -> tuple[int, str]:
     return found, reason
 
 
-def keep_steady(values: dict[str, Any], num_tokens: int) -> None:
-    """Raise lengths at which RoPEs change all angles to ``num_tokens`` at least, in the values of a
-    configuration, in place: served sequences end before they reach them, and so must a proof's.
+def shrink_trained(values: dict[str, Any], steady: int, crossed: int) -> None:
+    """Shrink the lengths that a RoPE was trained for, in the values of a configuration, in place.
+
+    Args:
+        values: values of the configuration's fields.
+        steady: length at which a RoPE turns all positions otherwise: served sequences end there,
+            and so must a proof's.
+        crossed: other lengths, beyond which served sequences go, and so must a proof's.
     """
-    for rope in _list_ropes(values.get("rope_parameters")):
-        if rope.get("rope_type") == "longrope":
-            for holder in (rope, values):
-                if isinstance(holder.get(ORIGINAL), int):
-                    holder[ORIGINAL] = max(holder[ORIGINAL], num_tokens)
-        elif rope.get("rope_type") == "dynamic" and values.get(LONGEST) is not None:
-            values[LONGEST] = max(values[LONGEST], num_tokens)
+    ropes = [*_list_ropes(values.get("rope_parameters"))]
+    has_long = any(rope.get("rope_type") == "longrope" for rope in ropes)
+    for rope in [*ropes, values]:
+        if isinstance(rope.get(ORIGINAL), int):
+            is_steady = rope.get("rope_type") == "longrope" or (rope is values and has_long)
+            rope[ORIGINAL] = steady if is_steady else min(rope[ORIGINAL], crossed)
+    if any(rope.get("rope_type") == "dynamic" for rope in ropes) and values.get(LONGEST):
+        values[LONGEST] = steady
 
 
 ORIGINAL, LONGEST = "original_max_position_embeddings", "max_position_embeddings"

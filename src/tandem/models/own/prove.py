@@ -33,7 +33,7 @@ from tandem.models.own.model import OwnModel, load_own
 from tandem.models.own.shrink import MAX_WEIGHTS, TINY_VOCAB, list_tiny
 from tandem.models.proof.prove import hash_code
 from tandem.models.proof.result import Check
-from tandem.models.proof.shrink import NUM_TOKENS
+from tandem.models.proof.shrink import NUM_TOKENS, require_crossed
 from tandem.models.proof.tiny import build_eager, save_tiny
 
 __all__ = ["OwnProof", "find_own_proof", "prove_own", "require_own_proof"]
@@ -210,6 +210,7 @@ def _prove_any(proof: OwnProof, config: Any) -> OwnProof:
 
 
 def _prove_once(proof: OwnProof, tiny: Any, seed: int) -> OwnProof:
+    require_crossed(tiny)
     with torch.device("meta"):
         size = sum(p.numel() for p in build_eager(tiny).parameters())
     if size > MAX_WEIGHTS:

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tandem.models.own.context import keep_steady
-from tandem.models.proof.shrink import NUM_TOKENS
+from tandem.models.own.context import shrink_trained
+from tandem.models.proof.shrink import NUM_TOKENS, TRAINED_CONTEXT
 
 __all__ = ["MAX_WEIGHTS", "TINY_VOCAB", "list_tiny"]
 
@@ -18,7 +18,7 @@ Values = dict[str, Any]
 TINY_VOCAB = 131
 MAX_WEIGHTS = 64_000_000
 """Largest number of weights of a model for which a proof computes logits in float64."""
-WINDOW, CHUNK, NUM_LAYERS, NUM_EXPERTS, TOP_K = 11, 16, 3, 8, 3
+WINDOW, CHUNK, FLOOR, NUM_LAYERS, NUM_EXPERTS, TOP_K = 11, 16, 6, 3, 8, 3
 CHOSEN_TOKENS = 16
 """Number of tokens that attention with an index chooses in the shrunk model, fewer than the proof
 has.
@@ -52,8 +52,10 @@ WIDTH = re.compile(
 OTHER_WIDTH = re.compile(r"head_dim|lora|rank|per_layer|multiplier|ratio|dropout")
 EXPERTS = re.compile(r"(num_experts|num_local_experts|routed_experts)$")
 CHOSEN = re.compile(r"(experts_per_tok(en)?|top_k|moe_topk)$")
-CHUNKS = re.compile(r"chunk_size$|^block_size$|index_block_size|chunk_length$")
-WINDOWS = ("sliding_window", "attention_window_size", "local_attention", "attention_chunk_size")
+CHUNKS = re.compile(r"chunk_?size$|^block_size$|index_block_size|chunk_length$")
+WINDOWS = re.compile(r"window(_size|_len|_length|s)?$|^local_attention$")
+FLOORS = re.compile(r"^floor_scale$|n_floor$")
+"""Fields with the number of tokens from which on scores are scaled by the position."""
 PERIODS = re.compile(r"layer_period$|window_pattern$|attention_interval$|layer_group_size$")
 INDICES = re.compile(r"(_indices|_layers|_layer_ids)$")
 """Pattern of fields that are lists of layer numbers."""
@@ -83,7 +85,7 @@ def _shrink(values: Values, num_layers: int, *, is_narrow: bool) -> None:
     for name, value in values.items():
         if isinstance(value, dict) and name.endswith("_config") and name != "per_layer_config":
             _shrink(value, num_layers, is_narrow=is_narrow)
-    keep_steady(values, NUM_TOKENS)
+    shrink_trained(values, NUM_TOKENS, TRAINED_CONTEXT)
     total = _find(values, LAYER_NAMES)
     chosen = _choose_layers(values, total, num_layers or total)
     heads, width = _find(values, HEAD_NAMES), _find(values, WIDTH_NAMES)
@@ -162,11 +164,11 @@ def _shrink_count(name: str, value: int, num_layers: int) -> int:
         (PERIODS, 2),
         (GROUPS, 2),
         (CHUNKS, CHUNK),
+        (WINDOWS, WINDOW),
+        (FLOORS, FLOOR),
     ):
         if pattern.search(name):
             return min(value, most)
-    if name in WINDOWS:
-        return min(value, WINDOW)
     if name == "index_n_heads":
         return min(value, INDEX_HEADS)
     if name.endswith(("layer_offset", "topk_group")):

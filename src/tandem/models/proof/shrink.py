@@ -7,6 +7,8 @@ reach; epsilons grow until they matter. Every switch keeps its value.
 """
 
 import json
+import re
+from dataclasses import fields
 from typing import Any
 
 from torch import nn
@@ -15,7 +17,7 @@ from tandem.core.errors import UnsupportedError
 from tandem.models.identity import list_config_values
 from tandem.models.loading.skeleton import build_skeleton
 
-__all__ = ["NUM_TOKENS", "TRAINED_CONTEXT", "WINDOW", "shrink_config"]
+__all__ = ["NUM_TOKENS", "TRAINED_CONTEXT", "WINDOW", "require_crossed", "shrink_config"]
 
 NUM_TOKENS = 52
 """Tokens of the sequence that a proof computes, more than a tiny model's windows and RoPE
@@ -69,6 +71,10 @@ USUAL_NAMES = {
     "num_shared_experts": "n_shared_experts",
 }
 """Usual names of fields that Kimi-Linear names differently; its class accepts these names too."""
+LENGTHS = re.compile(
+    r"window(?!_layers|_pattern)|chunk|distance|original_max_position|local_attention|index_topk|floor_scale|_floor$"
+)
+"""Names of fields that hold a number of tokens from which on a model computes something else."""
 TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 Values = dict[str, Any]
@@ -81,19 +87,43 @@ def shrink_config(config: Any, *, is_true_head: bool = False) -> Any:
         config: transformers' configuration of a model.
         is_true_head: True to keep the sizes of heads and latents, with only one layer of each kind.
 
-    Raises: UnsupportedError (a kind of layer occurs too late for a tiny model to have it).
+    Raises: UnsupportedError (a kind of layer occurs too late for a tiny model to have it; or as for
+        ``require_crossed``).
     """
     wanted = _find_kinds(config)
     first = max(2, len(wanted)) + (0 if is_true_head else 1)
     for count in range(first, max(first, MAX_LAYERS) + 1):
         made = _shrink_to(config, count, is_true_head=is_true_head)
         if wanted <= _find_kinds(made):
+            require_crossed(made)
             return made
     raise UnsupportedError(
         "models.shrink_config",
         f"{len(wanted)} kinds of layers are not all among the first {MAX_LAYERS}",
         field="num_hidden_layers",
     )
+
+
+def require_crossed(config: Any) -> None:
+    """Check that the proof's prompts cross each length that a tiny decoder's configuration names
+    in a field of its class. (Others are in files, but nothing reads them.)
+
+    Raises: UnsupportedError (one stays beyond them, so that the proof would not see what the model
+        computes there).
+    """
+    text = config.get_text_config(decoder=True)
+    stated: Values = text.to_dict()
+    own = stated.get("per_layer_config")
+    values = {field.name: stated.get(field.name) for field in fields(text)}
+    places = [values, *_list_ropes(values), *(own.values() if isinstance(own, dict) else ())]
+    for place in places:
+        for name, value in place.items():
+            lengths = value if isinstance(value, list) else [value]
+            longest = max((n for n in lengths if isinstance(n, int)), default=0)
+            if LENGTHS.search(name) and longest > NUM_TOKENS:
+                what = f"{name} is {longest} in the tiny model, beyond the proof's {NUM_TOKENS} "
+                what += "tokens: what the model computes there is not proved"
+                raise UnsupportedError("models.shrink_config", what, field=name)
 
 
 def _find_kinds(config: Any) -> set[object]:
