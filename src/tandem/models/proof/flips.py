@@ -16,6 +16,7 @@ from torch import Tensor
 from tandem.models.families import choose_auto_class
 from tandem.models.identity import IGNORED_CONFIG
 from tandem.models.proof.result import Flip
+from tandem.models.proof.shrink import NUM_TOKENS
 from tandem.models.proof.tiny import Reference, build_eager, run_eager
 
 __all__ = ["HARMLESS", "OF_TRAINING", "flip_fields", "list_changes", "list_read_fields"]
@@ -32,7 +33,10 @@ HARMLESS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "mamba_chunk_size": lambda values: True,
     "chunk_size": lambda values: True,
     "use_mamba_kernels": lambda values: True,
-    "num_experts_per_tok": lambda values: values.get("num_local_experts") == 0,
+    # The sparse mixer of Phi-3.5-MoE chooses two, whatever its class is told.
+    "num_experts_per_tok": lambda values: (
+        values.get("num_local_experts") == 0 or values.get("model_type") == "phimoe"
+    ),
     "use_double_wide_mlp": lambda values: not values.get("num_kv_shared_layers"),
     "rope_parameters.truncate": lambda values: True,
     "topk_group": lambda values: values.get("topk_group") == values.get("n_group"),
@@ -222,12 +226,12 @@ def _try_change(
 
 
 def _can_matter(config: Any, field: str, changes: list[dict[str, Any]]) -> bool:
-    """Return True unless a field has no effect on transformers' modules.
+    """Return True unless a field has no effect on what transformers' modules compute.
 
     A class reads some fields and ignores them, as others have precedence (the number of heads of
     each layer over that of all), and most ignore some fields of ``rope_parameters``, such as the
-    rotated share of a head. Such a field leaves all modules as they are, and is not read while they
-    run. A RoPE that changes with the length reads its fields while it runs.
+    rotated share of a head. Such a field is not read while the modules run, and what it changes in
+    them is not read either. A RoPE that changes with the length reads its fields while it runs.
 
     Args:
         config: configuration of the tiny model.
@@ -242,21 +246,33 @@ def _can_matter(config: Any, field: str, changes: list[dict[str, Any]]) -> bool:
     if is_rope and any(f"'{kind}'" in repr(config.rope_parameters) for kind in OF_LENGTH):
         return True
     ours = _describe_modules(config)
-    if all(_describe_modules(other) == ours for other in made):
-        # Its modules may yet read it when they run.
-        return not is_rope and outer in _list_run_fields(config)
-    return True
+    changed = {
+        place
+        for theirs in map(_describe_modules, made)
+        for place in ours.keys() | theirs.keys()
+        if ours.get(place) != theirs.get(place)
+    }
+    fields, read = _list_run_reads(config)
+    return bool(changed & read) or (not is_rope and outer in fields)
 
 
-def _describe_modules(config: Any) -> list[Any]:
+CLASS = "class"
+Place = tuple[str, str]
+"""The name of a module, and that of one of its attributes or ``CLASS``."""
+
+
+def _describe_modules(config: Any) -> dict[Place, str]:
     """Return the classes, attributes and non-weight buffers of a model's modules."""
     model = build_eager(config)
     stored = model.state_dict().keys()
-    buffers = [(n, b.tolist()) for n, b in model.named_buffers() if n not in stored]
-    return buffers + [
-        (name, type(module).__name__, sorted(_list_attributes(module)))
-        for name, module in model.named_modules()
-    ]
+    found: dict[Place, str] = {}
+    for name, module in model.named_modules():
+        found[name, CLASS] = type(module).__name__
+        found |= {(name, attribute): value for attribute, value in _list_attributes(module)}
+        for key, buffer in module.named_buffers(recurse=False):
+            if f"{name}.{key}" not in stored:
+                found[name, key] = str(buffer.tolist())
+    return found
 
 
 def _list_attributes(module: Any) -> Iterator[tuple[str, str]]:
@@ -272,22 +288,40 @@ def list_read_fields(config: Any) -> set[str]:
     """Return the fields that transformers reads while it builds a model."""
     kind, read = type(config), set[str]()
     seen = _observe(config, read)
+    seen.dtype = torch.float32
     with torch.device("meta"):
         model_class: Any = choose_auto_class(config)._model_mapping[kind]
         model_class(seen)
     return _add_aliases(kind, read)
 
 
-def _list_run_fields(config: Any) -> set[str]:
-    """Return the fields that transformers reads while a model of a tiny configuration runs."""
-    read: set[str] = set()
+def _list_run_reads(config: Any) -> tuple[set[str], set[Place]]:
+    """Return the fields, and the places of a model's modules, that transformers reads while a model
+    of a tiny configuration runs over a prompt and decodes.
+    """
+    fields, places = set[str](), set[Place]()
     model = build_eager(config)
-    for module in model.modules():
+    for name, module in [*model.named_modules()]:
+        places.add((name, CLASS))
         if getattr(module, "config", None) is model.config and module is not model:
-            module.config = _observe(config, read)
-    model.config = _observe(model.config, read)
-    run_eager(model, torch.zeros(2, dtype=torch.int64))
-    return _add_aliases(type(config), read)
+            module.config = _observe(config, fields)
+        _observe_module(module, name, places)
+    model.config = _observe(model.config, fields)
+    tokens = torch.zeros(NUM_TOKENS, dtype=torch.int64)
+    run_eager(model, tokens)
+    run_eager(model, tokens[:2], is_stepwise=True)
+    return _add_aliases(type(config), fields), places
+
+
+def _observe_module(module: Any, name: str, places: set[Place]) -> None:
+    """Make a module add the names of attributes that are read to ``places``."""
+    kind: Any = type(module)
+
+    def note(self: Any, attribute: str) -> Any:
+        places.add((name, attribute))
+        return kind.__getattribute__(self, attribute)
+
+    module.__class__ = type(kind.__name__, (kind,), {"__getattribute__": note})
 
 
 def _observe(config: Any, read: set[str]) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -38,8 +39,8 @@ __all__ = ["find_key", "hash_code", "is_dynamic", "prove_config"]
 BLOCK_SIZE = 16
 CHUNKS = (1, WINDOW, WINDOW + 1, 30)
 FIRST_DECODED = 24
-TABLE = [5, 0, 3, 9]
-"""Blocks of a sequence of ``NUM_TOKENS``."""
+TABLE, MORE_BLOCKS = [5, 0, 3, 9], [1, 12, 8]
+"""Blocks of a sequence of ``NUM_TOKENS``, and those of one that is twice as long."""
 NUM_SHARED = 21
 """Tokens that the second sequence reuses from the first: one block, and a part of the next."""
 SEEDS = (0, 1, 2)
@@ -82,7 +83,7 @@ class _Runner:
         return self.model.forward(PagedBatch.build(chunks, BLOCK_SIZE), cache, states=self._states)
 
     def run_pieces(self, tokens: list[int], cuts: list[int]) -> Tensor:
-        cache, table = self.make_cache(), TABLE
+        cache, table = self.make_cache(), [*TABLE, *MORE_BLOCKS]
         pieces = pairwise([0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)])
         return torch.cat([self.run(cache, table, tokens[a:b], a) for a, b in pieces])
 
@@ -207,20 +208,36 @@ def _refuse(proof: Proof, problem: str) -> Proof:
     return replace(proof, problem=problem)
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """A tiny model that may show what another one does not."""
+
+    seed: int
+    gain: float = 1.0
+    """Further factor on the matrices."""
+    num_tokens: int = NUM_TOKENS
+
+
+VARIANTS = (_Variant(1), _Variant(2), _Variant(1, gain=2.0), _Variant(1, num_tokens=2 * NUM_TOKENS))
+"""Tiny models on which changes are tried that the first one does not tell: with other weights,
+larger weights, and a longer prompt.
+"""
+
+
 class _Tiny:
     """A tiny model, in transformers' eager code and as a checkpoint.
 
     Args:
         config: its configuration.
-        seed: of its weights and prompt.
+        variant: its weights and prompt.
         folder: empty folder, in which the checkpoint is saved.
     """
 
-    def __init__(self, config: Any, seed: int, folder: Path) -> None:
+    def __init__(self, config: Any, variant: _Variant, folder: Path) -> None:
         self.config, self._folder = config, folder
         self.is_stepwise = is_dynamic(config)
-        self.eager = make_tiny(config, seed)
-        tokens = make_tokens(config, seed)
+        self.eager = make_tiny(config, variant.seed, variant.gain)
+        tokens = make_tokens(config, variant.seed, variant.num_tokens)
         prompts = list_prompts(config, tokens)
         self.state = {name: tensor.clone() for name, tensor in self.eager.state_dict().items()}
         save_tiny(self.eager, folder)
@@ -257,14 +274,20 @@ class _Tiny:
         where = locate_difference(runner.model, self.eager, reference.tokens)
         return replace(check, where=where or "no operator alone: in how they are fed")
 
-    def flip(self) -> tuple[Flip, ...]:
-        return flip_fields(self.config, self.state, self.references, is_stepwise=self.is_stepwise)
+    def flip(self, fields: frozenset[str] | None = None) -> tuple[Flip, ...]:
+        return flip_fields(
+            self.config,
+            self.state,
+            self.references,
+            is_stepwise=self.is_stepwise,
+            fields=fields,
+        )
 
 
 def _prove_once(proof: Proof, config: Any, seed: int, *, with_flips: bool) -> Proof:
     pool = ThreadPool(1)
     with TemporaryDirectory(prefix="tandem-proof-") as folder:
-        tiny = _Tiny(shrink_config(config), seed, Path(folder))
+        tiny = _Tiny(shrink_config(config), _Variant(seed), Path(folder))
         if not tiny.is_useful:
             what = f"eager's own float32 is {tiny.eager_excess:.3g} times the bound off"
             return _refuse(proof, what)
@@ -278,7 +301,7 @@ def _prove_once(proof: Proof, config: Any, seed: int, *, with_flips: bool) -> Pr
             problem += f"; first differs: {failed.where}" if failed.where else ""
         flips = ()
         if with_flips and not problem:
-            flips = tiny.flip()
+            flips = _flip_until_noticed(tiny, pool)
             unproved = [flip.field for flip in flips if flip.outcome == "unnoticed"]
             if unproved:
                 problem = f"the tiny model does not tell a change of {', '.join(unproved)}"
@@ -292,9 +315,26 @@ def _prove_once(proof: Proof, config: Any, seed: int, *, with_flips: bool) -> Pr
     )
 
 
+def _flip_until_noticed(first: _Tiny, pool: ThreadPool) -> tuple[Flip, ...]:
+    """Change each field; those that the first tiny model does not tell on others too, on which our
+    operators agree with eager code.
+    """
+    flips = {flip.field: flip for flip in first.flip()}
+    for variant in VARIANTS:
+        left = frozenset(name for name, flip in flips.items() if flip.outcome == "unnoticed")
+        if not left:
+            break
+        with TemporaryDirectory(prefix="tandem-proof-") as folder:
+            tiny = _Tiny(first.config, variant, Path(folder))
+            if tiny.is_useful and all(check.is_ok for check in tiny.check(pool, ("chunked",))):
+                found = {flip.field: flip for flip in tiny.flip(left)}
+                flips |= {n: f for n, f in found.items() if n in left and f.outcome == "noticed"}
+    return tuple(flips.values())
+
+
 def _check_true_heads(config: Any, seed: int, pool: ThreadPool) -> Check:
     with TemporaryDirectory(prefix="tandem-proof-") as folder:
-        tiny = _Tiny(shrink_config(config, is_true_head=True), seed, Path(folder))
+        tiny = _Tiny(shrink_config(config, is_true_head=True), _Variant(seed), Path(folder))
         checks = [*tiny.check(pool, ("chunked",))]
     worst = max(checks, key=lambda check: check.excess)
     return Check(name="true head sizes", excess=worst.excess)
