@@ -15,7 +15,7 @@ from test_gguf_families import COMMON, MODELS
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tandem.core.errors import TandemError
+from tandem.core.errors import TandemError, UnsupportedError
 from tandem.models.gguf import config as gguf_config
 from tandem.models.planning.planner import plan_model
 from tandem.models.sources.gguf_files import GgufFiles
@@ -86,6 +86,29 @@ def test_what_was_found_ends_in_no_error_of_python(name, changes, get_file, monk
     path = get_file(name)
     assert is_planned(path, {}, monkeypatch)
     is_planned(path, changes, monkeypatch)
+
+
+def test_a_value_that_changes_the_answer_is_obeyed_or_refused_by_name(get_file, monkeypatch):
+    """Tokens that see those after them, for one, would else be answered as if they did not."""
+    files = GgufFiles.open(get_file("olmo3"))
+    cases = (
+        ({}, None),
+        ({"attention.causal": True}, None),
+        ({"attention.causal": False}, "attention.causal is False"),
+        ({"logit_scale": 1.0, "attention.max_alibi_bias": 0.0}, None),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"attn_logit_softcapping": np.array([50.0])}, "attn_logit_softcapping is an array"),
+    )
+    for values, refusal in cases:
+        metadata = files.metadata | {f"{files.architecture}.{k}": v for k, v in values.items()}
+        if refusal is None:
+            gguf_config.make_config(metadata, files.tensors, {})
+            continue
+        with pytest.raises(UnsupportedError, match=refusal) as caught:
+            gguf_config.make_config(metadata, files.tensors, {})
+        assert caught.value.field == f"{files.architecture}.{next(iter(values))}"
+    # An architecture that has a scale obeys it.
+    assert is_planned(get_file("granitemoe"), {"granitemoe.logit_scale": 3.0}, monkeypatch)
 
 
 @pytest.mark.parametrize(

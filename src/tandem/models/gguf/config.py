@@ -54,7 +54,8 @@ def make_config(
 
     Raises:
         ConfigError: metadata is missing or of another type; the text names its key.
-        UnsupportedError: an unknown architecture, or RoPE factors other than Llama's.
+        UnsupportedError: an unknown architecture, RoPE factors other than Llama's, or a value that
+            would change the answer and that models of the architecture do not obey.
     """
     facts = Facts(metadata, tensors, rope_factors)
     special = ARCHITECTURES.get(facts.architecture)
@@ -64,6 +65,7 @@ def make_config(
             WHERE, f"architecture {facts.architecture!r} of a GGUF file: known are {known}"
         )
     config = _list_common(facts) | special(facts)
+    facts.require_read()
     if config["model_type"] in WITHOUT_ROPE:
         config.pop("rope_parameters")
     return config

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tandem.core.errors import ConfigError
+from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.models.sources.gguf_header import GgufTensor, Value
 
 __all__ = ["WHERE", "Config", "Facts", "show"]
@@ -21,6 +21,18 @@ POSITIONS = (
     "rope.scaling.original_context_length",
 )
 """Keys of counts of positions, which no tensor bounds; all other counts are sizes of tensors."""
+NEUTRAL: dict[str, tuple[float, ...]] = {
+    "attention.causal": (1,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "router_logit_softcapping": (0,),
+}
+"""Keys that change what any architecture computes, with the values that change nothing."""
 MAX_POSITIONS = 1 << 31
 MAX_FLOAT = float(np.finfo(np.float32).max)
 
@@ -47,13 +59,28 @@ class Facts:
         self.metadata = metadata
         self.tensors = tensors
         self.rope_factors = rope_factors
+        self._read: set[str] = set()
         self._max_size = max((prod(tensor.shape) for tensor in tensors.values()), default=0)
 
     def find(self, key: str) -> Value | None:
         """Return a metadata value by its key without the architecture's name; None if it is
         missing.
         """
+        self._read.add(key)
         return self.metadata.get(f"{self.architecture}.{key}")
+
+    def require_read(self) -> None:
+        """Check that no value which would change the answer was left unread.
+
+        Raises: UnsupportedError (one was; the text names its key).
+        """
+        for key, neutral in NEUTRAL.items():
+            name = f"{self.architecture}.{key}"
+            value = self.metadata.get(name)
+            is_neutral = isinstance(value, (int, float)) and value in neutral
+            if key not in self._read and value is not None and not is_neutral:
+                what = f"{name} is {show(value)}: models of this architecture run only without"
+                raise UnsupportedError(WHERE, what, field=name)
 
     def count(self, key: str, default: int | None = None) -> int:
         """Return a whole number, at most the number of weights of the file's largest tensor.
