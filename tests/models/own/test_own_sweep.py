@@ -5,15 +5,21 @@ modules with a tiny model of the class's default configuration, and refused with
 fails. Eager in float64 is the oracle.
 """
 
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from published import PUBLISHED, make_published
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from quick import rest_slow
+from tandem.cli.commands.verify import verify
 from tandem.core.errors import UnsupportedError
 from tandem.core.model.plan import WHOLE_PROMPT
+from tandem.models.families import FAMILIES
 from tandem.models.own import caches
 from tandem.models.own.classes import IN_PIECES, WHOLE_PROMPTS
 from tandem.models.own.prove import prove_own
@@ -46,6 +52,11 @@ DECODERS = [
 ]
 """Classes that are encoders unless their configuration says otherwise."""
 SETTINGS = {
+    # As MiniMax-Text-01, whose first layers keep no KV.
+    "minimax": {
+        "num_hidden_layers": 80,
+        "layer_types": ["full_attention" if i % 8 == 7 else "linear_attention" for i in range(80)],
+    },
     "xmod": {"is_decoder": True, "default_language": "en_XX"},
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
@@ -66,9 +77,19 @@ def make_config(name):
     return CONFIG_MAPPING[name](**fields)
 
 
+def read_page():
+    """Return the names of the reference page that are called proved."""
+    text = (Path(__file__).parents[3] / "docs/reference/models.md").read_text()
+    table = re.findall(r"^\| `(\w+)` \| `\w+For", text, re.MULTILINE)
+    own = text.partition("- Proved by transformers' own modules")[2].partition("\n- ")[0]
+    found = re.findall(r"`([\w-]+)`", own)
+    return sorted({*table, *found})
+
+
 def test_the_lists_are_of_the_classes_and_enough():
     served = {*SERVED, *IN_PIECES, *WHOLE_PROMPTS}
     assert served <= set(NAMES)
+    assert read_page() == sorted({*FAMILIES, *IN_PIECES, *WHOLE_PROMPTS})
     assert len(served) >= MIN_SHARE * len(NAMES)
 
 
@@ -97,6 +118,37 @@ def test_a_cache_that_forgets_is_refused(monkeypatch):
     monkeypatch.setattr(caches.SequenceCache, "extend", forget)
     proof = prove_own(CONFIG_MAPPING["gpt2"](n_layer=1, n_embd=32, n_head=2))
     assert "computes something else" in proof.problem
+
+
+def test_positions_are_told_where_the_first_layer_keeps_no_kv():
+    """Its cache object says that it has seen no token; so it makes masks of pieces as well, which
+    stay wrong.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    kinds = ["linear_attention", "full_attention"]
+    proof = prove_own(CONFIG_MAPPING["minimax"](**sizes, **heads, layer_types=kinds))
+    assert proof.problem == ""
+    assert proof.piece == WHOLE_PROMPT
+
+
+@pytest.mark.parametrize("name", rest_slow(["llama"], read_page()))
+def test_verify_proves_each_name_of_the_page(name, tmp_path, capsys):
+    """Who reads a name there and runs ``tandem verify`` must not be told that it is refused."""
+    families = {model_type: key for key, (model_type, _) in reversed(PUBLISHED.items())}
+    model_type = "deepseek_v3" if name == "kimi_k2" else name
+    is_ours = name in FAMILIES
+    config = make_published(families[model_type]) if is_ours else make_config(name)
+    names = {n: family.architecture for n, family in FAMILIES.items()}
+    architecture = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | names)[name]
+    config.architectures = [architecture if isinstance(architecture, str) else architecture[0]]
+    config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": name}))
+    verify(str(tmp_path), again=True, json=True)
+    told = json.loads(capsys.readouterr().out)
+    is_proved = told.get("is_proved", False)
+    assert is_proved if is_ours else is_proved or told["own_modules"]["is_proved"]
 
 
 @pytest.mark.slow

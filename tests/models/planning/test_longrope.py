@@ -277,3 +277,6 @@ def test_own_modules_end_where_the_factors_change(tmp_path):
     proof = prove_own(open_checkpoint(tmp_path).config)
     assert proof.problem == ""
     assert proof.piece == 0
+    write_model(AutoModelForCausalLM.from_config(config), tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedError, match="has one factor on cos and sin"):
+        plan_model(tmp_path / "model.gguf")

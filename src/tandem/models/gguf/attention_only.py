@@ -10,7 +10,7 @@ import numpy as np
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.models.gguf.experts import list_deepseek_experts, list_experts
 from tandem.models.gguf.facts import WHERE, Config, Facts
-from tandem.models.gguf.rope import make_rope
+from tandem.models.gguf.rope import LONG_FACTORS, make_rope
 
 __all__ = ["ATTENTION_ONLY"]
 
@@ -238,6 +238,9 @@ def _afmoe(facts: Facts) -> Config:
 
 
 def _phimoe(facts: Facts) -> Config:
+    if facts.has(LONG_FACTORS):
+        what = "a phimoe file has one factor on cos and sin, where Phi-3.5-MoE has two, for short "
+        raise UnsupportedError(WHERE, what + "sequences and for long ones: name its safetensors")
     window = facts.count("attention.sliding_window", 0)
     config: Config = {
         "model_type": "phimoe",

@@ -100,6 +100,9 @@ class SequenceCache:
         taken = _list_arguments(type(model))
         name = next((n for n in CACHE_NAMES if n in taken), "")
         given: dict[str, Any] = {} if self.past is None else {name: self.past}
+        if self.past is not None and "position_ids" in taken and _is_rotary(model):
+            # A cache object whose first layer keeps no KV may not tell how many tokens it has seen.
+            given["position_ids"] = torch.arange(self.num_fed, self.num_fed + size)[None]
         if "logits_to_keep" in taken:
             given["logits_to_keep"] = max(num_rows, 1)
         output = model(input_ids=torch.tensor([ids]), use_cache=True, **given)
@@ -111,6 +114,13 @@ class SequenceCache:
         self.num_fed += size
         logits = output.logits[0]
         return logits[len(logits) - num_rows :]
+
+
+def _is_rotary(model: Any) -> bool:
+    """Return True if positions are angles of a RoPE, which count from 0 in every class; rows of a
+    table may begin elsewhere.
+    """
+    return bool(getattr(model.config.get_text_config(decoder=True), "rope_parameters", None))
 
 
 @cache

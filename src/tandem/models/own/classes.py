@@ -71,7 +71,6 @@ IN_PIECES = (
     "megatron-bert",
     "mimo_v2_flash",
     "minicpm3",
-    "minimax",
     "minimax_m3_vl_text",
     "mllama",
     "modernbert-decoder",
@@ -109,5 +108,6 @@ WHOLE_PROMPTS = (
     "falcon_mamba",
     "jamba",
     "mamba",
+    "minimax",
 )
 """Model types whose cache is right only after a whole prompt, so prefixes cannot be reused."""
