@@ -841,6 +841,45 @@ def test_a_switch_that_no_operator_has_is_refused(name):
     assert prove_config(make_published(name, **SWITCHED[name])).problem
 
 
+HIDDEN = {
+    # Shown by larger values only, as the divisor that it guards is never so small.
+    "ernie4_5_moe": ("moe_norm_min", "noticed"),
+    # Each layer has a number of its own.
+    "laguna": ("num_attention_heads", "unread"),
+    "granite_swa": ("rope_parameters.rope_theta", "unread"),
+    "phimoe": ("num_experts_per_tok", "harmless"),
+    "apertus": ("max_position_embeddings", "harmless"),
+}
+
+
+@pytest.mark.parametrize("name", rest_slow(["ernie4_5_moe"], HIDDEN))
+def test_a_switch_that_one_tiny_model_hides_does_not_refuse_a_family(name):
+    """Another one shows it, or it cannot matter."""
+    proof = prove_config(CONFIG_MAPPING[name]())
+    assert proof.problem == ""
+    assert HIDDEN[name] in {(flip.field, flip.outcome) for flip in proof.flips}
+
+
+def test_what_the_first_tiny_model_does_not_tell_is_tried_on_others(monkeypatch):
+    """Here the first tells nothing; another one whose changes are all unseen is no proof."""
+    tell, told = prove.flip_fields, []
+
+    def hide(config, state, references, *, fields=None, **others):
+        told.append(fields)
+        flips = tell(config, state, references, fields=fields, **others)
+        if fields is not None:
+            return flips
+        return tuple(msgspec.structs.replace(flip, outcome="unnoticed") for flip in flips)
+
+    monkeypatch.setattr(prove, "flip_fields", hide)
+    proof = prove_config(make_published("llama", num_hidden_layers=2))
+    assert "does not tell a change of" in proof.problem
+    assert "rms_norm_eps" not in proof.problem
+    assert told[0] is None
+    assert "rms_norm_eps" in told[1]
+    assert "rms_norm_eps" not in told[2]
+
+
 def test_a_tiny_configuration_keeps_every_kind_of_layer():
     """Kinds that come late in the real model must be in the tiny one."""
     tiny = shrink_config(make_published("gemma3_text"))

@@ -230,8 +230,9 @@ def _can_matter(config: Any, field: str, changes: list[dict[str, Any]]) -> bool:
 
     A class reads some fields and ignores them, as others have precedence (the number of heads of
     each layer over that of all), and most ignore some fields of ``rope_parameters``, such as the
-    rotated share of a head. Such a field is not read while the modules run, and what it changes in
-    them is not read either. A RoPE that changes with the length reads its fields while it runs.
+    rotated share of a head. Such a field leaves all modules as they are, and is not read while they
+    run; of a RoPE, angles may differ that no layer asks for, as each has its own. A RoPE that
+    changes with the length reads its fields while it runs.
 
     Args:
         config: configuration of the tiny model.
@@ -253,7 +254,9 @@ def _can_matter(config: Any, field: str, changes: list[dict[str, Any]]) -> bool:
         if ours.get(place) != theirs.get(place)
     }
     fields, read = _list_run_reads(config)
-    return bool(changed & read) or (not is_rope and outer in fields)
+    if is_rope:
+        return bool(changed & read)
+    return bool(changed) or outer in fields
 
 
 CLASS = "class"
