@@ -251,6 +251,23 @@ def test_wrong_factors_are_named(changes, field, models, tmp_path, edit_config):
     assert field in str(caught.value)
 
 
+def test_the_first_name_of_a_longrope_is_known(models, tmp_path, edit_config):
+    """Phi-3's first files call it "su", with the scaling apart from the base."""
+    folder, _ = models["phi3"]
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    rope = MODELS["phi3"]["rope_parameters"]
+    scaling = {"type": "su", **{k: rope[k] for k in ("short_factor", "long_factor")}}
+    edit_config(
+        tmp_path,
+        rope_parameters=None,
+        rope_theta=1e4,
+        partial_rotary_factor=0.75,
+        rope_scaling=scaling,
+    )
+    (mine, theirs) = (plan_model(path, dtype="float32") for path in (tmp_path, folder))
+    assert [layer.rope for layer in mine.layers] == [layer.rope for layer in theirs.layers]
+
+
 def test_a_rule_cannot_keep_angles_that_change_with_the_length(models):
     """transformers' module would rotate each chunk of a prompt by its own length."""
     folder, _ = models["llama"]

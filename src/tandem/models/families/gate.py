@@ -247,6 +247,10 @@ def _build_config(raw: dict[str, Any], family: Family) -> Any:
         # A classifier's head does not project to tokens, so it is never tied to the embedding,
         # whatever the file says.
         raw = raw | {"tie_word_embeddings": False}
+    scaling = raw.get("rope_scaling")
+    if isinstance(scaling, dict) and scaling.get("type") == "su":
+        # The name that Phi-3's first files have for it, which transformers' checks do not know.
+        raw = raw | {"rope_scaling": scaling | {"type": "longrope"}}
     try:
         return CONFIG_MAPPING[family.config_type or family.model_type].from_dict(dict(raw))
     except (
