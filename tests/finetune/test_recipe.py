@@ -58,6 +58,7 @@ def test_todays_kt_keys():
         ({"seed": -1}, ConfigError, "seed"),
         ({"seed": 2**32}, ConfigError, "seed"),
         ({"default_system": "\ud83d\ude00"}, ConfigError, "default_system is not Unicode"),
+        ({"output_dir": "a\0b"}, ConfigError, "output_dir is not Unicode"),
         ({"eval_strategy": "sometimes"}, ConfigError, "eval_strategy"),
         ({"output_dir": ""}, ConfigError, "output_dir"),
     ],

@@ -149,6 +149,25 @@ def test_a_page_that_no_run_has_left_is_kept(make_values, tmp_path):
 
 
 @pytest.mark.usefixtures("free_step")
+def test_an_output_folder_that_cannot_be_made_is_named(make_values, tmp_path, monkeypatch):
+    """A file, a path through a file, a broken link, a name that no file system has, and a place
+    where only the attempt tells.
+    """
+    monkeypatch.setattr("tandem.finetune.training.trainer.load_frozen", None)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "broken").symlink_to(tmp_path / "absent")
+    places = ["file", "file/out", "broken", "n" * 300]
+    for place in (*(tmp_path / name for name in places), "/proc/out"):
+        recipe = make_recipe(make_values(place))
+        with pytest.raises(ConfigError, match="name another output_dir") as caught:
+            finetune(recipe)
+        assert caught.value.field == "output_dir"
+        if place != "/proc/out":
+            assert "name another output_dir" in predict_run(recipe).problems[0], place
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.usefixtures("free_step")
 @pytest.mark.parametrize("key", ["resume_from_checkpoint", "adapter_name_or_path"])
 def test_what_is_not_there_to_go_on_from_is_told_before_the_model(
     key, make_values, tmp_path, monkeypatch

@@ -285,16 +285,18 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
 
 def _check_values(keys: msgspec.Struct) -> None:
     """Refuse values that the fields' bounds allow: infinite numbers, and text that UTF-8 cannot
-    encode.
+    encode or that has a zero character.
 
     Raises: ConfigError (there is one; ``field`` names its key).
     """
     for key, value in msgspec.structs.asdict(keys).items():
         if isinstance(value, float) and math.isinf(value):
             raise ConfigError(WHERE, f"{key} is {value}: give a finite number", field=key)
-        if isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+        if isinstance(value, str) and any(
+            sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value
+        ):
             # YAML reads JSON's \uD83D\uDE00 as two characters, each one half of a surrogate pair,
-            # and not as one emoji.
+            # and not as one emoji. No name of a file or a template has a zero character.
             what = f"{key} is not Unicode text: write the characters themselves"
             raise ConfigError(WHERE, what, field=key)
 

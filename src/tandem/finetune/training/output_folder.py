@@ -1,11 +1,12 @@
-"""The output folder of a run: the checkpoint to resume from, the check that no result is lost, and
-the removal of an earlier run's files.
+"""The output folder of a run: that it can be made, the checkpoint to resume from, the check that no
+result is lost, and the removal of an earlier run's files.
 """
 
+import os
 import shutil
 from pathlib import Path
 
-from tandem.core.errors import ConflictError, NotFoundError
+from tandem.core.errors import ConfigError, ConflictError, NotFoundError
 from tandem.finetune.recipes.recipe import Recipe
 from tandem.finetune.training.callbacks import LOG_NAME, STATE_NAME
 from tandem.finetune.training.checkpoints import (
@@ -14,7 +15,7 @@ from tandem.finetune.training.checkpoints import (
     list_checkpoints,
 )
 
-__all__ = ["check_folders", "clear_folder"]
+__all__ = ["check_folders", "clear_folder", "make_folder"]
 
 WHERE = "finetune.run"
 ADAPTER_NAME = "adapter_config.json"
@@ -30,11 +31,13 @@ def check_folders(recipe: Recipe) -> Path | None:
     nothing.
 
     Raises:
+        ConfigError: the output folder is a file, or cannot be made.
         NotFoundError: the checkpoint or the adapter does not exist.
         CorruptionError: the checkpoint's state does not parse.
         ConflictError: the output folder has files that would be lost.
     """
     folder, wish = Path(recipe.output.output_dir), recipe.train.resume_from_checkpoint
+    _check_place(folder)
     _check_adapter(recipe)
     if wish:
         resume_from = find_last_checkpoint(folder) if wish is True else Path(wish)
@@ -49,6 +52,39 @@ def check_folders(recipe: Recipe) -> Path | None:
         what = f"{folder} holds a {CARD_NAME}, and no run: name another output_dir, or set "
         raise ConflictError(WHERE, what + "overwrite_output_dir", field="output_dir")
     return None
+
+
+def make_folder(folder: Path) -> None:
+    """Make the output folder of a run and the folders above it, as far as they are missing.
+
+    Raises: ConfigError (it is a file, or cannot be made).
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refuse_place(folder, str(error)) from error
+
+
+def _check_place(folder: Path) -> None:
+    """Check that ``make_folder`` can make the folder, as far as can be told without trying.
+
+    Raises: ConfigError (it cannot).
+    """
+    try:
+        folder.is_dir()  # Raises for a name that the file system refuses.
+        # The nearest folder that is there is the one in which the others are made.
+        found = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+        if not found.is_dir():
+            raise _refuse_place(folder, f"{found} is not a folder")
+        if not os.access(found, os.W_OK | os.X_OK):
+            raise _refuse_place(folder, f"{found} cannot be written to")
+    except OSError as error:
+        raise _refuse_place(folder, str(error)) from error
+
+
+def _refuse_place(folder: Path, why: str) -> ConfigError:
+    what = f"results cannot be written to {str(folder)!r}: {why}: name another output_dir"
+    return ConfigError(WHERE, what, field="output_dir")
 
 
 def _check_adapter(recipe: Recipe) -> None:

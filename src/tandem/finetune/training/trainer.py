@@ -40,7 +40,7 @@ from tandem.finetune.training.epochs import EpochTrainer
 from tandem.finetune.training.expert_adapters import adapt_model, open_adapter
 from tandem.finetune.training.loss import Head, compute_loss, find_head
 from tandem.finetune.training.model import load_frozen
-from tandem.finetune.training.output_folder import check_folders, clear_folder
+from tandem.finetune.training.output_folder import check_folders, clear_folder, make_folder
 from tandem.models.families import open_checkpoint
 
 __all__ = [
@@ -129,7 +129,7 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     folder = Path(recipe.output.output_dir)
     check_packages(recipe)
     resume_from = check_folders(recipe)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     set_seed(recipe.train.seed)
     checkpoint = open_checkpoint(recipe.model.model_name_or_path)
     tokenizer = load_tokenizer(checkpoint)
