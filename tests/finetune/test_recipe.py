@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from each import each
 from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.finetune.recipes.recipe import make_recipe, read_recipe
 from tandem.finetune.training.trainer import finetune
@@ -69,9 +70,104 @@ def test_wrong_keys_are_named(changes, kind, message):
         make_recipe({**LEAST, **changes})
 
 
-def test_wishes_that_are_off_are_no_wishes():
-    """A refused key that is false asks for nothing."""
-    make_recipe({**LEAST, "fp16": False, "predict_with_generate": False, "quantization_bit": None})
+@each("off", [False, None, 0, "false", "False", "no", "none", "0"])
+def test_wishes_that_are_off_are_no_wishes(off):
+    """A refused key that is off asks for nothing, however that is written; do_train is refused."""
+    make_recipe({**LEAST, "fp16": off, "predict_with_generate": off, "quantization_bit": off})
+    if off not in (None, "no", "none"):
+        with pytest.raises(UnsupportedError, match="tandem eval"):
+            make_recipe({**LEAST, "do_train": off})
+        for key in ("pure_bf16", "neat_packing"):
+            recipe = make_recipe({**LEAST, key: off})
+            assert (recipe.train.bf16, recipe.is_packed) == (False, False)
+        assert make_recipe(
+            {**LEAST, "disable_gradient_checkpointing": off}
+        ).train.gradient_checkpointing
+
+
+@each("key", ["do_train", "pure_bf16", "neat_packing", "disable_gradient_checkpointing"])
+def test_what_is_neither_true_nor_false_is_refused(key):
+    """Any text was taken for true."""
+    with pytest.raises(ConfigError, match="give true or false") as caught:
+        make_recipe({**LEAST, key: "perhaps"})
+    assert caught.value.field == key
+    make_recipe({**LEAST, key: "true"})
+
+
+RULED, CHECKPOINTS = "rule.yaml", "gradient_checkpointing"
+
+
+@each(
+    ("keys", "field", "wanted", "unheeded"),
+    [
+        ({"warmup_steps": 7, "warmup_ratio": 0.1}, "warmup_steps", 7, "warmup_ratio"),
+        ({"warmup_steps": 0, "warmup_ratio": 0.1}, "warmup_steps", 0.1, ""),
+        ({"warmup_steps": 7, "warmup_ratio": 0}, "warmup_steps", 7, ""),
+        ({"bf16": True, "pure_bf16": False}, "bf16", True, ""),
+        ({"bf16": False, "pure_bf16": True}, "bf16", True, ""),
+        ({"bf16": "false", "pure_bf16": "true"}, "bf16", True, ""),
+        ({"bf16": False, "pure_bf16": False, "bf16_full": True}, "bf16", True, ""),
+        ({"packing": True, "neat_packing": False}, "packing", True, ""),
+        ({"packing": False, "neat_packing": True}, "packing", True, ""),
+        ({"packing": None, "neat_packing": False}, "packing", None, ""),
+        ({"eval_strategy": "no", "evaluation_strategy": "steps"}, "eval_strategy", "no", "e"),
+        (
+            {"gradient_checkpointing": True, "disable_gradient_checkpointing": True},
+            "gradient_checkpointing",
+            True,
+            "disable_gradient_checkpointing",
+        ),
+        ({"cpu_infer": 2, "kt_num_threads": 3}, "cpu_infer", 2, "kt_num_threads"),
+        ({"expert_format": "int4", "kt_backend": "AMXInt8"}, "expert_format", "int4", "kt_backend"),
+        ({"kt_backend": "AMXInt4", "kt_optimize_rule": RULED}, "expert_format", "int4", "kt_opt"),
+        ({"kt_backend": "auto", "kt_optimize_rule": RULED}, "expert_format", "int8", ""),
+        (
+            {"kt_expert_weight_format": "int8", "kt_backend": "AMXInt4"},
+            "expert_format",
+            "int8",
+            "kt_backend",
+        ),
+    ],
+)
+def test_keys_that_set_the_same_have_one_precedence(
+    keys, field, wanted, unheeded, tmp_path, monkeypatch
+):
+    """Whatever their order; a key that is passed over is told. What is true in one of
+    LLaMA-Factory's two keys is true, and steps go before their share, as in transformers.
+    """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / RULED).write_text(RULE)
+    for order in (keys, dict(reversed(keys.items()))):
+        recipe = make_recipe({**LEAST, **order})
+        assert recipe.flatten()[field] == wanted
+        passed = [note for note in recipe.notes if "goes before it" in note]
+        assert [note.startswith(unheeded) for note in passed] == [True] * bool(unheeded)
+
+
+@each(
+    ("lines", "word", "field", "wanted"),
+    [
+        ("pure_bf16: true", "bf16=false", "bf16", False),
+        ("bf16: false", "pure_bf16=true", "bf16", True),
+        ("neat_packing: true", "packing=false", "packing", False),
+        ("warmup_steps: 7", "warmup_ratio=0.1", "warmup_steps", 0.1),
+        ("warmup_ratio: 0.1", "warmup_steps=0", "warmup_steps", 0),
+        ("warmup_ratio: 0.1", "warmup_ratio=null", "warmup_steps", 0),
+        ("kt_config: {kt_backend: AMXInt8}", "kt_backend=AMXInt4", "expert_format", "int4"),
+        ("kt_config: {kt_backend: AMXInt8}", "expert_format=bf16", "expert_format", "bf16"),
+        ("expert_format: int4", "kt_backend=AMXInt8", "expert_format", "int8"),
+        ("fp16: true", "fp16=false", "bf16", False),
+        ("disable_gradient_checkpointing: true", f"{CHECKPOINTS}=true", CHECKPOINTS, True),
+    ],
+)
+def test_a_word_goes_before_all_keys_of_the_file_that_set_the_same(
+    lines, word, field, wanted, tmp_path
+):
+    """Under whatever name the file has them."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"model_name_or_path: demo\noutput_dir: out\n{lines}\n")
+    recipe = read_recipe(path, [word])
+    assert recipe.flatten()[field] == wanted
 
 
 def test_files_that_are_no_recipes(tmp_path):

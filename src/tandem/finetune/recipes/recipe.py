@@ -237,7 +237,8 @@ def read_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
     Args:
         path: a YAML file with one mapping.
-        overrides: ``key=value`` words with values in YAML, each of which replaces or adds a key.
+        overrides: ``key=value`` words with values in YAML. Each replaces or adds a key, and goes
+            before all keys of the file that would set the same.
 
     Raises:
         NotFoundError: no such file, or a rule file that it names is missing.
@@ -246,25 +247,30 @@ def read_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         UnsupportedError: a key asks for something that Tandem does not do; the text names an
             alternative.
     """
-    values = _read_yaml(Path(path))
+    values, later = _read_yaml(Path(path)), dict[str, Any]()
     for word in overrides or []:
         key, sign, text = word.partition("=")
         if not sign or not key:
             raise ConfigError(WHERE, f"{word!r}: write key=value", field=key or None)
         try:
-            values[key] = parse_yaml(text)
+            later[key] = parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(WHERE, f"{word!r} is not YAML: {error}", field=key) from error
-    return make_recipe(values)
+    return make_recipe(values, later)
 
 
-def make_recipe(values: dict[str, Any]) -> Recipe:
-    """Return the recipe of a flat mapping of keys to values.
+def make_recipe(values: dict[str, Any], overrides: dict[str, Any] | None = None) -> Recipe:
+    """Return the recipe of a flat mapping of keys to values, with those of ``overrides`` before
+    them.
 
     Raises: the errors of ``read_recipe``.
     """
     known = {f.name: group for group, kind in _GROUPS.items() for f in msgspec.structs.fields(kind)}
-    translated, notes = translate_keys(values, frozenset(known))
+    later = overrides or {}
+    kept = {key: value for key, value in values.items() if key not in later}
+    translated, notes = translate_keys(kept, frozenset(known))
+    replaced, more_notes = translate_keys(later, frozenset(known))
+    translated, notes = {**translated, **replaced}, [*notes, *more_notes]
     parts: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
     for key, value in translated.items():
         parts[known[key]][key] = value

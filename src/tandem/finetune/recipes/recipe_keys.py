@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
 from tandem.core.config import parse_yaml
@@ -131,34 +132,84 @@ _KT_FORMATS = {
 """Our weight format for each name of a backend or expert format of KTransformers."""
 
 
+_ALIASES = {
+    "warmup_steps": ("warmup_ratio",),
+    "eval_strategy": ("evaluation_strategy",),
+    "gradient_checkpointing": ("disable_gradient_checkpointing",),
+    "bf16": ("pure_bf16", "bf16_full"),
+    "packing": ("neat_packing",),
+    "cpu_infer": ("kt_num_threads",),
+    "expert_format": ("kt_expert_weight_format", "kt_backend", "kt_optimize_rule"),
+}
+"""By key: other keys that set it. Of those that a recipe has, in whatever order, the key itself
+goes before the others, and these go in the order of this table.
+"""
+_YIELDING = ("warmup_steps", "bf16", "packing")
+"""Keys whose value 0 or false goes before no other key: in LLaMA-Factory each of two such keys has
+its own default, and either one asks.
+"""
+
+
 def translate_keys(
     values: dict[str, Any], known: frozenset[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Translate a recipe's keys; return the values under names in ``known``, and notes about keys
-    without effect.
+    without effect. The order of the keys has no influence.
 
     Raises: the errors of ``recipe.read_recipe``.
     """
     out: dict[str, Any] = {}
     notes: list[str] = []
-    for key, value in _unnest(values).items():
+    values = _unnest(values)
+    others = {alias for aliases in _ALIASES.values() for alias in aliases}
+    for key, value in values.items():
         if key in known:
             _check_choice(key, value)
             # A key with the value null keeps the setting's default.
             if value is not None:
                 out[key] = _join(value)
-        elif key == "do_train" and value is False:
+        elif key == "do_train" and value is not None and not _read_flag(key, value):
             what = "do_train: false: there is nothing else to do: use `tandem eval`"
             raise UnsupportedError(WHERE, what, field=key)
         elif key in IGNORED:
             notes.append(f"{key}: no effect here, {IGNORED[key]}")
         elif key in REFUSED:
-            if value not in (None, False, "no", "none", 0):
+            if not _is_off(value):
                 why, instead = REFUSED[key]
                 raise UnsupportedError(WHERE, f"{key}: {why}: use {instead}", field=key)
-        else:
-            _translate(key, value, out, notes, known)
+        elif key not in others:
+            _check_other(key, value, known)
+    for key, aliases in _ALIASES.items():
+        is_asked = key in out and not (key in _YIELDING and _is_off(out[key]))
+        chosen = key if is_asked else ""
+        for alias in aliases:
+            value = values.get(alias)
+            wish = None if value is None else _translate(alias, value, notes)
+            if wish is None:
+                continue
+            if not chosen:
+                out[key], chosen = wish, alias
+            elif str(out[key]).lower() != str(wish).lower():
+                notes.append(f"{alias}: no effect here, {chosen} goes before it")
     return out, notes
+
+
+def _read_flag(key: str, value: Any) -> bool:
+    """Return a key's true or false, which may be written as text or as 1 or 0.
+
+    Raises: ConfigError (it is neither).
+    """
+    try:
+        return msgspec.convert(value, bool, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(WHERE, f"{key} {value!r}: give true or false", field=key) from error
+
+
+def _is_off(value: Any) -> bool:
+    """Return True if a key's value asks for nothing."""
+    if isinstance(value, str):
+        return value.strip().lower() in ("", "no", "none", "null", "false", "off", "0", "0.0")
+    return value in (None, False, 0)
 
 
 def _join(value: Any) -> Any:
@@ -176,7 +227,7 @@ def _unnest(values: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             WHERE, "kt_config is not a mapping: write its keys below it", field="kt_config"
         )
-    return {**{k: v for k, v in values.items() if k != "kt_config"}, **nested}
+    return {**nested, **{k: v for k, v in values.items() if k != "kt_config"}}
 
 
 def _check_choice(key: str, value: Any) -> None:
@@ -191,66 +242,59 @@ def _check_choice(key: str, value: Any) -> None:
     raise UnsupportedError(WHERE, what, field=key)
 
 
-def _translate(
-    key: str, value: Any, out: dict[str, Any], notes: list[str], known: frozenset[str]
-) -> None:
-    """Translate a key that has another name or value here, and set its values in ``out``.
+def _translate(alias: str, value: Any, notes: list[str]) -> Any:
+    """Return the value that one of ``_ALIASES`` gives its key; None if it asks for nothing.
 
-    Raises: ConfigError (an unknown key, a wrong value); UnsupportedError (a value that Tandem does
-        not offer); NotFoundError (a rule file that it names).
+    Raises: ConfigError (a wrong value); NotFoundError (a rule file that it names).
     """
-    if value is None:
-        return
-    if key == "warmup_ratio":
+    if alias == "warmup_ratio":
         # transformers 5 has no warmup_ratio: a warmup_steps below 1 is a share of all steps.
         try:
             ratio = float(value)
         except (TypeError, ValueError):
             ratio = math.nan
         if not 0 <= ratio < 1:
-            raise ConfigError(WHERE, f"warmup_ratio {value!r}: give 0 to 1", field=key)
-        if ratio > 0:
-            out["warmup_steps"] = ratio
-    elif key == "evaluation_strategy":
-        out["eval_strategy"] = value
-    elif key == "disable_gradient_checkpointing":
-        out["gradient_checkpointing"] = not value
-    elif key in ("pure_bf16", "bf16_full"):
-        out["bf16"] = bool(value)
-    elif key in ("kt_backend", "kt_expert_weight_format"):
-        _set_format(out, key, str(value))
-    elif key == "kt_num_threads":
-        out["cpu_infer"] = value
-    elif key == "kt_optimize_rule":
-        _read_rule(Path(str(value)), out, notes)
-    elif key == "neat_packing":
+            raise ConfigError(WHERE, f"warmup_ratio {value!r}: give 0 to 1", field=alias)
+        return ratio or None
+    if alias == "disable_gradient_checkpointing":
+        return not _read_flag(alias, value)
+    if alias in ("pure_bf16", "bf16_full", "neat_packing"):
         # Packed examples never attend to each other here, which is what neat_packing asks for: so
         # it means packing.
-        if value:
-            out["packing"] = True
-    elif key == "optim":
-        if value not in ("adamw_torch", "adamw_hf"):
-            raise UnsupportedError(WHERE, f"optim {value!r}: use adamw_torch", field=key)
-    elif key == "mix_strategy":
-        if value != "concat":
-            raise UnsupportedError(WHERE, f"{key} {value!r}: use concat", field=key)
-    else:
-        close = difflib.get_close_matches(key, [*known, *IGNORED], n=1)
+        return _read_flag(alias, value) or None
+    if alias in ("kt_backend", "kt_expert_weight_format"):
+        return _read_format(alias, str(value))
+    if alias == "kt_optimize_rule":
+        return _read_rule(Path(str(value)), notes)
+    return value
+
+
+def _check_other(key: str, value: Any, known: frozenset[str]) -> None:
+    """Check a key of which Tandem has one value only, and no setting.
+
+    Raises: ConfigError (an unknown key); UnsupportedError (another value).
+    """
+    only = {"optim": ("adamw_torch", "adamw_hf"), "mix_strategy": ("concat",)}.get(key)
+    if only is None:
+        names = [*known, *IGNORED, *(name for group in _ALIASES.values() for name in group)]
+        close = difflib.get_close_matches(key, names, n=1)
         hint = f": did you mean {close[0]}?" if close else ": remove it"
         raise ConfigError(WHERE, f"unknown key {key!r}{hint}", field=key)
+    if value is not None and value not in only:
+        raise UnsupportedError(WHERE, f"{key} {value!r}: use {only[0]}", field=key)
 
 
-def _set_format(out: dict[str, Any], key: str, name: str) -> None:
+def _read_format(key: str, name: str) -> str | None:
     found = _KT_FORMATS.get(name.lower())
     if found is None:
         known = ", ".join(sorted(_KT_FORMATS))
         raise ConfigError(WHERE, f"{key} {name!r}: choose one of {known}", field=key)
-    if found != "auto":
-        out["expert_format"] = found
+    return None if found == "auto" else found
 
 
-def _read_rule(path: Path, out: dict[str, Any], notes: list[str]) -> None:
-    """Set the experts' weight format in ``out`` by the backend in a KTransformers rule file.
+def _read_rule(path: Path, notes: list[str]) -> str | None:
+    """Return the experts' weight format by the backend in a KTransformers rule file; None if it
+    names none.
 
     A note lists the devices that the file names and that are not used: all layers run on the CPU.
 
@@ -269,6 +313,7 @@ def _read_rule(path: Path, out: dict[str, Any], notes: list[str]) -> None:
     if not isinstance(rules, list):
         raise ConfigError(WHERE, f"{path} is not a list of rules", field=key)
     devices: set[str] = set()
+    found: str | None = None
     for rule in rules:
         replace = rule.get("replace") if isinstance(rule, dict) else None
         kwargs = (replace.get("kwargs") if isinstance(replace, dict) else None) or {}
@@ -277,7 +322,8 @@ def _read_rule(path: Path, out: dict[str, Any], notes: list[str]) -> None:
         devices |= {str(v) for k, v in kwargs.items() if k.endswith("_device")}
         kind = str(replace.get("class", "")) if isinstance(replace, dict) else ""
         if "expert" in kind.lower() and kwargs.get("backend") is not None:
-            _set_format(out, "backend", str(kwargs["backend"]))
+            found = _read_format("backend", str(kwargs["backend"])) or found
     others = sorted(device for device in devices if device != "cpu")
     if others:
         notes.append(f"kt_optimize_rule: asks for {', '.join(others)}, all layers run on the CPU")
+    return found
