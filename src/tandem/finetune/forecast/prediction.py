@@ -5,6 +5,8 @@ from rates that are measured now (``machine_speed``), and the number of steps fr
 weight is read.
 """
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from tandem.finetune.recipes.recipe import MethodKeys, Recipe, make_recipe
 from tandem.finetune.training.expert_adapters import adapt_model
 from tandem.finetune.training.model import STORED, find_planned_format, plan_training
 from tandem.finetune.training.output_folder import check_folders
+from tandem.finetune.training.schedule import plan_schedule
 from tandem.finetune.training.trainer import (
     check_packages,
     count_steps,
@@ -142,16 +145,19 @@ def predict_run(recipe: Recipe, *, available_bytes: int | None = None) -> RunPre
         tokens_per_s=data.num_tokens * epochs / total_s if total_s else 0.0,
         changes=tuple(changes),
         changed_bytes=changed_bytes,
-        problems=tuple(text for text in (data.problem, _check_folders(recipe)) if text),
+        problems=tuple(_list_problems(recipe, data, num_steps)),
     )
 
 
-def _check_folders(recipe: Recipe) -> str:
-    try:
-        check_folders(recipe)
-    except TandemError as error:
-        return str(error)
-    return ""
+def _list_problems(recipe: Recipe, data: DataShape, num_steps: int) -> Iterator[str]:
+    """Yield the reasons other than memory for which the run would be refused."""
+    if data.problem:
+        yield data.problem
+    for check in (partial(check_folders, recipe), partial(plan_schedule, recipe.train, num_steps)):
+        try:
+            check()
+        except TandemError as error:
+            yield str(error)
 
 
 def _count_sequences(recipe: Recipe) -> int:

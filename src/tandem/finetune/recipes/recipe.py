@@ -173,8 +173,14 @@ class TrainKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gradient_accumulation_steps: Annotated[int, Meta(ge=1)] = 1
     learning_rate: Annotated[float, Meta(gt=0)] = 5e-5
     num_train_epochs: Annotated[float, Meta(gt=0)] = 3.0
-    max_steps: int = -1
+    max_steps: Annotated[
+        int, Meta(description="Steps of the run; below 0: as many as num_train_epochs takes.")
+    ] = -1
     lr_scheduler_type: str = "linear"
+    lr_scheduler_kwargs: Annotated[
+        dict[str, bool | int | float | str] | None,
+        Meta(description="Arguments of the schedule, such as `{min_lr: 1.0e-6}`."),
+    ] = None
     warmup_steps: Annotated[
         float, Meta(ge=0, description="Steps, or below 1 a share of all of them.")
     ] = 0
@@ -283,6 +289,9 @@ def make_recipe(values: dict[str, Any], overrides: dict[str, Any] | None = None)
             field = text.rpartition("$.")[2].rstrip("`") if "$." in text else None
             raise ConfigError(WHERE, f"{text}: correct the recipe", field=field) from error
         _check_values(built[group])
+    if built["train"].max_steps == 0:
+        what = "max_steps 0: nothing would be trained: give the steps, or -1 for num_train_epochs"
+        raise ConfigError(WHERE, what, field="max_steps")
     recipe = Recipe(**built, notes=tuple(notes))
     if recipe.method.stage == "pt":
         _check_texts(recipe)

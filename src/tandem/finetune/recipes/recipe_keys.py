@@ -19,6 +19,7 @@ from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 __all__ = ["IGNORED", "REFUSED", "translate_keys"]
 
 WHERE = "finetune.read_recipe"
+ARGUMENTS = "lr_scheduler_kwargs"
 
 IGNORED = {
     "trust_remote_code": "no code of a checkpoint is ever run",
@@ -167,7 +168,7 @@ def translate_keys(
             _check_choice(key, value)
             # A key with the value null keeps the setting's default.
             if value is not None:
-                out[key] = _join(value)
+                out[key] = _read_arguments(value) if key == ARGUMENTS else _join(value)
         elif key == "do_train" and value is not None and not _read_flag(key, value):
             what = "do_train: false: there is nothing else to do: use `tandem eval`"
             raise UnsupportedError(WHERE, what, field=key)
@@ -217,6 +218,34 @@ def _join(value: Any) -> Any:
     if isinstance(value, list):
         return ",".join(str(item) for item in value)
     return value
+
+
+def _read_arguments(value: Any) -> dict[str, Any]:
+    """Return the arguments of a schedule, which may be written as JSON text.
+
+    YAML 1.1 takes 1e-6 for a text: a text that is a number is read as one.
+
+    Raises: ConfigError (it is no mapping).
+    """
+    try:
+        mapping = parse_yaml(value) if isinstance(value, str) else value
+    except yaml.YAMLError as error:
+        what = f"{ARGUMENTS} {value!r} is neither YAML nor JSON: {error}"
+        raise ConfigError(WHERE, what, field=ARGUMENTS) from error
+    if not isinstance(mapping, dict):
+        what = f"{ARGUMENTS} {value!r} is not a mapping: write its keys below it"
+        raise ConfigError(WHERE, what, field=ARGUMENTS)
+    return {str(key): _read_number(item) for key, item in mapping.items() if item is not None}
+
+
+def _read_number(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        number = float(value)
+    except ValueError:
+        return value
+    return int(number) if number.is_integer() and value.strip("+-").isdigit() else number
 
 
 def _unnest(values: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from tandem.finetune.training.expert_adapters import adapt_model, open_adapter
 from tandem.finetune.training.loss import Head, compute_loss, find_head
 from tandem.finetune.training.model import load_frozen
 from tandem.finetune.training.output_folder import check_folders, clear_folder, make_folder
+from tandem.finetune.training.schedule import plan_schedule
 from tandem.models.families import open_checkpoint
 
 __all__ = [
@@ -140,7 +141,8 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
     # then what the prediction counts.
     map_large_blocks()
     # Arguments are checked before the model is loaded, which may take minutes.
-    arguments = _make_arguments(recipe, folder, has_bar=has_bar)
+    schedule = plan_schedule(recipe.train, count_steps(recipe, len(data.train)))
+    arguments = _make_arguments(recipe, folder, schedule, has_bar=has_bar)
     model = _make_model(recipe)
     if resume_from is None:
         # The folder is emptied only now: a run that cannot begin must not delete earlier results.
@@ -282,7 +284,9 @@ def count_steps(recipe: Recipe, num_rows: int) -> int:
     return math.ceil(train.num_train_epochs * per_epoch)
 
 
-def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingArguments:
+def _make_arguments(
+    recipe: Recipe, folder: Path, schedule: dict[str, Any], *, has_bar: bool
+) -> TrainingArguments:
     train, has_validation = recipe.train, bool(recipe.data.val_size or recipe.data.eval_dataset)
     sinks = [part.strip() for part in recipe.output.report_to.split(",") if part.strip()]
     if train.eval_strategy != "no" and not has_validation:
@@ -308,6 +312,7 @@ def _make_arguments(recipe: Recipe, folder: Path, *, has_bar: bool) -> TrainingA
             num_train_epochs=train.num_train_epochs,
             max_steps=train.max_steps,
             lr_scheduler_type=train.lr_scheduler_type,
+            lr_scheduler_kwargs=schedule or None,
             warmup_steps=train.warmup_steps,
             weight_decay=train.weight_decay,
             adam_beta1=train.adam_beta1,
