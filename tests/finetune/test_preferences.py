@@ -117,7 +117,7 @@ def test_an_adapter_is_compared_with_the_base(run, values, tmp_path):
     assert first["rewards/margins"] > 0.5
 
 
-def take_plain_losses(folder, **options) -> list[float]:
+def take_plain_losses(folder, batch_size, **options) -> list[float]:
     """The loss of each step by transformers, PEFT and trl alone, from the same text."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -151,10 +151,10 @@ def take_plain_losses(folder, **options) -> list[float]:
         }
         for row in PAIRS
     ]
-    order = [i for batch in EpochSampler(len(rows), 2, 42) for i in batch]
+    order = [i for batch in EpochSampler(len(rows), batch_size, 42) for i in batch]
     arguments = DPOConfig(
         output_dir=str(folder),
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=batch_size,
         num_train_epochs=1,
         learning_rate=1e-2,
         logging_steps=1,
@@ -192,8 +192,9 @@ def take_plain_losses(folder, **options) -> list[float]:
             {"loss_type": "ipo", "beta": 0.3},
             marks=pytest.mark.slow,
         ),
+        # trl's mean over tokens is the mean of the answers' where a batch has one.
         (
-            {"pref_loss": "hinge", "pref_ftx": 0.5},
+            {"pref_loss": "hinge", "pref_ftx": 0.5, "per_device_train_batch_size": 1},
             {"loss_type": ["hinge", "sft"], "loss_weights": [1.0, 0.5]},
         ),
     ],
@@ -203,10 +204,28 @@ def test_losses_are_those_of_plain_trl(keys, options, values, tmp_path):
     changed = {"expert_format": "none", "output_dir": str(tmp_path / "ours"), **keys}
     finetune(make_recipe({**values, **changed}))
     ours = [line["loss"] for line in read_log(tmp_path / "ours") if "loss" in line]
-    plain = take_plain_losses(tmp_path / "plain", **options)
-    assert len(ours) == len(plain) == 4
+    batch_size = keys.get("per_device_train_batch_size", 2)
+    plain = take_plain_losses(tmp_path / "plain", batch_size, **options)
+    assert len(ours) == len(plain) == 8 // batch_size
     assert ours == pytest.approx(plain, rel=BOUND)
     assert abs(plain[-1] / plain[0] - 1) > 0.1
+
+
+def test_answers_weigh_alike_however_a_batch_is_split(values, tmp_path):
+    """The first step's loss of four pairs at once, and of twice two: answers of many lengths."""
+    rows = [{**row, "chosen": row["chosen"] * (1 + 2 * i)} for i, row in enumerate(PAIRS[:4])]
+    (tmp_path / "pairs.json").write_text(json.dumps(rows))
+    info = json.loads((Path(values["dataset_dir"]) / "dataset_info.json").read_text())
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    keys = {**values, "dataset_dir": str(tmp_path), "cutoff_len": 128, "plot_loss": False}
+    keys |= {"expert_format": "none", "pref_ftx": 2.0}
+    found = []
+    for size in (4, 2, 1):
+        keys |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
+        finetune(make_recipe({**keys, "output_dir": str(tmp_path / str(size))}))
+        (line,) = read_log(tmp_path / str(size))
+        found.append(line["loss"])
+    assert found == pytest.approx([found[0]] * 3, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -103,7 +103,7 @@ class PreferenceKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = 0.1
     pref_ftx: Annotated[
         float,
-        Meta(ge=0, description="Weight of the loss of the chosen answers' tokens, which is added."),
+        Meta(ge=0, description="Weight of the mean of the chosen answers' losses, which is added."),
     ] = 0.0
     dpo_label_smoothing: Annotated[
         float,

@@ -6,6 +6,7 @@ multiplies hidden states by the head's weight itself, so the head stays a tensor
 
 from typing import Any
 
+import torch
 from datasets import Dataset as Table
 from transformers import TrainerCallback
 from trl.trainer.dpo_config import DPOConfig
@@ -27,6 +28,9 @@ class PairTrainer(EpochTrainer, DPOTrainer):
     answers that are tokenized already.
     """
 
+    answer_weight = 0.0
+    """Weight of the chosen answers' own loss, which is added to trl's; set before training."""
+
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
     ) -> Any:
@@ -42,12 +46,41 @@ class PairTrainer(EpochTrainer, DPOTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Return trl's loss of a batch, in which the chosen answers come first, and count its
-        tokens.
+        """Return trl's loss of a batch, in which the chosen answers come first, with that of the
+        chosen answers by ``answer_weight``; count the batch's tokens.
         """
         if model.training:
             self.num_tokens += int(inputs["attention_mask"].sum())
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self.answer_weight:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        outputs: list[Any] = []
+        # The first pass through the model is that of the policy, the second one the reference's.
+        hook = model.register_forward_hook(lambda *call: outputs.append(call[-1]))
+        try:
+            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        finally:
+            hook.remove()
+        added = self.answer_weight * _average_answers(
+            outputs[0].log_probs, inputs["completion_mask"]
+        )
+        return (found[0] + added, found[1]) if return_outputs else found + added
+
+
+def _average_answers(log_probs: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the chosen answers of each one's mean loss by token.
+
+    trl's loss "sft" is the mean over the tokens of the batch: in it long answers weigh more, and
+    how many share a batch decides by how much.
+
+    Shapes: B pairs, the chosen answers first; T tokens.
+
+    Args:
+        log_probs: [2 B, >= T - 1] of each token but the first; the last T - 1 are read.
+        completion_mask: [2 B, T], 1 for an answer's tokens.
+    """
+    mask = completion_mask[: len(completion_mask) // 2, 1:]
+    chosen = log_probs[: len(mask), -mask.shape[1] :]
+    return -((chosen * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
 
 def make_pair_arguments(keys: PreferenceKeys, **options: Any) -> DPOConfig:
@@ -64,8 +97,6 @@ def make_pair_arguments(keys: PreferenceKeys, **options: Any) -> DPOConfig:
         # of both gives it.
         smoothing = keys.dpo_label_smoothing
         losses, weights = ["sigmoid", "robust"], [2 * (1 - smoothing), 2 * smoothing - 1]
-    if keys.pref_ftx:
-        losses, weights = [*losses, "sft"], [*weights, keys.pref_ftx]
     # trl switches gradient checkpointing on unless the option is given.
     options.setdefault("gradient_checkpointing", False)
     return DPOConfig(
@@ -87,8 +118,12 @@ def make_pair_trainer(
     train: list[PairExample],
     validation: list[PairExample],
     callbacks: list[TrainerCallback],
+    answer_weight: float,
 ) -> PairTrainer:
-    """Return the trainer of a model with adapters; its reference is the same model without them."""
+    """Return the trainer of a model with adapters; its reference is the same model without them.
+
+    ``answer_weight`` is ``PairTrainer.answer_weight``.
+    """
     base = model.get_base_model()
     if not getattr(base.config.get_text_config(), "output_router_logits", False):
         # The routers' auxiliary loss is added only if the checkpoint's configuration asks for it,
@@ -103,6 +138,7 @@ def make_pair_trainer(
             processing_class=tokenizer,
             callbacks=callbacks,
         )
+    trainer.answer_weight = answer_weight
     # trl copies the adapter as the reference. The copy is deleted, so that trl computes the
     # reference without an adapter: the copy of a resumed run would be the trained adapter, not the
     # first one.

@@ -212,6 +212,7 @@ def _make_trainer(
             train=data.train,
             validation=data.validation,
             callbacks=callbacks,
+            answer_weight=recipe.preference.pref_ftx,
         )
         # Making the trainer drew random numbers: the seed is set again, so that runs of all kinds
         # begin alike.
