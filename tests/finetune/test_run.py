@@ -2,15 +2,19 @@
 
 import json
 import shutil
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerControl, TrainerState
 
 from tandem.core.errors import ConfigError, ConflictError, NotFoundError
 from tandem.finetune.forecast.prediction import predict_run
 from tandem.finetune.recipes.recipe import make_recipe
 from tandem.finetune.training import checkpoints
+from tandem.finetune.training.callbacks import CheckpointCallback
 from tandem.finetune.training.trainer import finetune
 
 
@@ -75,6 +79,9 @@ def test_a_resumed_run_is_the_same_bit_by_bit(make_values, tmp_path):
             assert tensors.keys() == wanted[later][1].keys()
             same = (torch.equal(tensors[name], wanted[later][1][name]) for name in tensors)
             assert all(same), (step, later)
+        # Its loss is that of all steps, not of those that it made.
+        first, again = (read_loss(place) for place in (tmp_path / "whole", folder))
+        assert first == again == pytest.approx(sum(loss for loss, _ in wanted.values()) / 6)
         last = load_file(folder / "adapter_model.safetensors")
         assert all(torch.equal(last[name], wanted[6][1][name]) for name in last)
         assert not (folder / ".checkpoint-9.partial").exists()
@@ -89,6 +96,41 @@ def read_steps(folder) -> dict[int, tuple[float, dict[str, torch.Tensor]]]:
         for path in folder.glob("checkpoint-*")
         for step in [int(path.name.rpartition("-")[2])]
     }
+
+
+def read_loss(folder) -> float:
+    """Return the loss of a run, which all its records have."""
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    results = [
+        json.loads((folder / f"{name}_results.json").read_text()) for name in ("train", "all")
+    ]
+    found = {line["train_loss"] for line in [*results, history[-1]]}
+    (loss,) = found
+    assert str(loss) in (folder / "README.md").read_text()
+    return loss
+
+
+@pytest.mark.parametrize(("is_old", "wanted"), [(False, 9.5), (True, 2 * 2.0 + 2 * 1.0 + 2 * 1.5)])
+def test_the_losses_before_a_checkpoint(is_old, wanted, tmp_path):
+    """Are in it; one of an earlier release has its log, whose last two steps are not logged yet."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([parameter])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    checkpoints.save_run_state(tmp_path, optimizer, schedule, 9.5)
+    if is_old:
+        path = tmp_path / "run_state.json"
+        document = json.loads(path.read_text())
+        del document["loss_sum"]
+        path.write_text(json.dumps(document))
+    trainer: Any = SimpleNamespace(loss_sum=0.0)
+    callback = CheckpointCallback(tmp_path, 1, trainer=trainer, resume_from=tmp_path)
+    history = [{"step": 2, "loss": 2.0}, {"step": 3, "eval_loss": 9.0}, {"step": 4, "loss": 1.0}]
+    state = TrainerState(global_step=6, log_history=history)
+    arguments: Any = None
+    callback.on_train_begin(
+        arguments, state, TrainerControl(), optimizer=optimizer, lr_scheduler=schedule
+    )
+    assert trainer.loss_sum == wanted
 
 
 def test_a_run_is_not_trained_over(run):

@@ -25,6 +25,7 @@ from tandem.finetune.training.checkpoints import (
     restore_random_state,
     save_run_state,
 )
+from tandem.finetune.training.epochs import EpochTrainer
 
 __all__ = ["BarCallback", "CheckpointCallback", "LogCallback"]
 
@@ -42,6 +43,7 @@ class CheckpointCallback(TrainerCallback):
     Args:
         folder: output folder of the run, in which ``checkpoint-N`` is written.
         save_steps: steps between two checkpoints.
+        trainer: the trainer that calls it, whose sum of losses is kept.
         limit: most checkpoints to keep; None: all.
         has_run_state: True to write the optimizer's and the random state too, without which a run
             cannot resume from the checkpoint.
@@ -53,12 +55,14 @@ class CheckpointCallback(TrainerCallback):
         folder: Path,
         save_steps: int,
         *,
+        trainer: EpochTrainer,
         limit: int | None = None,
         has_run_state: bool = True,
         resume_from: Path | None = None,
     ) -> None:
         self._folder = folder
         self._save_steps = save_steps
+        self._trainer = trainer
         self._limit = limit
         self._has_run_state = has_run_state
         self._resume_from = resume_from
@@ -71,11 +75,13 @@ class CheckpointCallback(TrainerCallback):
         """Remove unfinished checkpoints, and restore optimizer and schedule of a resumed run.
         transformers itself restores the adapter and its own state.
         """
-        del args, state, control
+        del args, control
         for path in self._folder.glob(".checkpoint-*.partial"):
             shutil.rmtree(path)
         if self._resume_from is not None:
-            load_run_state(self._resume_from, kwargs["optimizer"], kwargs["lr_scheduler"])
+            optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
+            loss_sum = load_run_state(self._resume_from, optimizer, scheduler)
+            self._trainer.loss_sum = _sum_logged(state) if loss_sum is None else loss_sum
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -122,7 +128,8 @@ class CheckpointCallback(TrainerCallback):
                 (partial / "README.md").unlink(missing_ok=True)
                 state.save_to_json(str(partial / STATE_NAME))
                 if self._has_run_state:
-                    save_run_state(partial, kwargs["optimizer"], kwargs["lr_scheduler"])
+                    optimizer, scheduler = kwargs["optimizer"], kwargs["lr_scheduler"]
+                    save_run_state(partial, optimizer, scheduler, self._trainer.loss_sum)
                 publish_folder(partial, self._folder / name)
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
@@ -130,6 +137,17 @@ class CheckpointCallback(TrainerCallback):
         if self._limit is not None:
             for old in list_checkpoints(self._folder)[: -self._limit]:
                 shutil.rmtree(old)
+
+
+def _sum_logged(state: TrainerState) -> float:
+    """Return the sum of all steps' losses by the log, whose lines have the mean since the last one;
+    steps after its last line count with their mean.
+    """
+    total, last = 0.0, 0
+    for line in state.log_history:
+        if "loss" in line:
+            total, last = total + line["loss"] * (line["step"] - last), int(line["step"])
+    return total * state.global_step / last if last else 0.0
 
 
 class LogCallback(TrainerCallback):

@@ -2,9 +2,9 @@
 
 A checkpoint is a folder ``checkpoint-N``: the adapter in PEFT's format, ``trainer_state.json`` of
 transformers, ``optimizer.safetensors`` and ``random_state.safetensors`` for tensors, and
-``run_state.json`` for everything else (schedule, parameter groups, random state of Python and
-numpy). It is written under another name and renamed when all of it is on the disk, so a folder with
-such a name is complete.
+``run_state.json`` for everything else (schedule, parameter groups, sum of the losses, random state
+of Python and numpy). It is written under another name and renamed when all of it is on the disk, so
+a folder with such a name is complete.
 """
 
 import json
@@ -101,9 +101,9 @@ def publish_folder(partial: Path, final: Path) -> None:
         shutil.rmtree(replaced)
 
 
-def save_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
-    """Write the state of the optimizer, of its schedule and of all random generators to files in a
-    folder.
+def save_run_state(folder: Path, optimizer: Any, scheduler: Any, loss_sum: float) -> None:
+    """Write the state of the optimizer, of its schedule and of all random generators, and the sum
+    of all steps' losses, to files in a folder.
     """
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -122,16 +122,19 @@ def save_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
         "param_groups": state["param_groups"],
         "scalars": scalars,
         "scheduler": scheduler.state_dict(),
+        "loss_sum": loss_sum,
         "python_random": random.getstate(),
         "numpy_random": [kind, np.asarray(keys).tolist(), position, has_gauss, gauss],
     }
     (folder / STATE_NAME).write_text(json.dumps(document), "utf-8")
 
 
-def load_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
+def load_run_state(folder: Path, optimizer: Any, scheduler: Any) -> float | None:
     """Restore the optimizer and its schedule from the files of ``save_run_state``.
 
     The random generators are left to ``restore_random_state``.
+
+    Returns: the sum of all steps' losses; None if an earlier release wrote the files, without it.
 
     Raises:
         NotFoundError: a file is missing, for example because ``save_only_model`` was set.
@@ -162,6 +165,7 @@ def load_run_state(folder: Path, optimizer: Any, scheduler: Any) -> None:
         state.setdefault(int(index), {}).update(values)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     scheduler.load_state_dict(document["scheduler"])
+    return document.get("loss_sum")
 
 
 def restore_random_state(folder: Path) -> None:

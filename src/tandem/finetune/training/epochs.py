@@ -1,5 +1,6 @@
-"""The order of the training data, which is the same in a resumed run."""
+"""The order of the training data, which is the same in a resumed run, and the whole run's loss."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,12 +53,17 @@ class EpochLoader(DataLoader[Any]):
 
 
 class EpochTrainer(Trainer):
-    """transformers' Trainer, with an order of the data that only the seed and the epoch
-    determine.
+    """transformers' Trainer, with an order of the data that only the seed and the epoch determine,
+    and with the loss of the whole run at its end, where a resumed run would tell that of its last
+    steps.
     """
 
     num_tokens = 0
     """Number of tokens trained on so far, without padding."""
+    loss_sum = 0.0
+    """Sum of the losses of all steps so far, those before a resumed run's checkpoint included. A
+    loss that is no finite number adds nothing.
+    """
     lr_ratio = 1.0
     """Learning rate of the adapters' B matrices over that of A (LoRA+); set before training."""
 
@@ -77,6 +83,19 @@ class EpochTrainer(Trainer):
             ]
             optimizer.param_groups[:] = groups
         return optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a batch, as its share of its step's, after the backward pass."""
+        loss = super().training_step(*args, **kwargs)
+        value = float(loss)
+        self.loss_sum += value if math.isfinite(value) else 0.0
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log values; ``train_loss``, the last of a run, is set to the mean over all its steps."""
+        if "train_loss" in logs:
+            logs["train_loss"] = self.loss_sum / max(self.state.global_step, 1)
+        super().log(logs, start_time)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of the training examples in batches, in the order that ``EpochSampler``

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset as Table
-from transformers import TrainerCallback
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -117,7 +116,6 @@ def make_pair_trainer(
     tokenizer: Any,
     train: list[PairExample],
     validation: list[PairExample],
-    callbacks: list[TrainerCallback],
     answer_weight: float,
 ) -> PairTrainer:
     """Return the trainer of a model with adapters; its reference is the same model without them.
@@ -136,7 +134,6 @@ def make_pair_trainer(
             train_dataset=_make_table(train),
             eval_dataset=_make_table(validation) if validation else None,
             processing_class=tokenizer,
-            callbacks=callbacks,
         )
     trainer.answer_weight = answer_weight
     # trl copies the adapter as the reference. The copy is deleted, so that trl computes the

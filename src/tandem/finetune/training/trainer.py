@@ -17,7 +17,6 @@ from peft import LoraConfig
 from transformers import (
     PrinterCallback,
     ProgressCallback,
-    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -148,17 +147,18 @@ def _run(recipe: Recipe, *, has_bar: bool) -> RunReport:
         # The folder is emptied only now: a run that cannot begin must not delete earlier results.
         clear_folder(folder)
     set_seed(recipe.train.seed)
-    callbacks = [
+    trainer = _make_trainer(recipe, model, arguments, tokenizer, data)
+    trainer.add_callback(LogCallback(folder))
+    trainer.add_callback(
         CheckpointCallback(
             folder,
             recipe.output.save_steps,
+            trainer=trainer,
             limit=recipe.output.save_total_limit,
             has_run_state=not recipe.output.save_only_model,
             resume_from=resume_from,
-        ),
-        LogCallback(folder),
-    ]
-    trainer = _make_trainer(recipe, model, arguments, tokenizer, data, callbacks)
+        )
+    )
     trainer.lr_ratio = recipe.method.loraplus_lr_ratio or 1.0
     # PrinterCallback writes to standard output, where the command writes its own report.
     trainer.remove_callback(PrinterCallback)
@@ -200,7 +200,6 @@ def _make_trainer(
     arguments: Any,
     tokenizer: Any,
     data: Dataset,
-    callbacks: list[TrainerCallback],
 ) -> EpochTrainer:
     if recipe.method.stage == "dpo":
         from tandem.finetune.training.preferences import make_pair_trainer
@@ -211,7 +210,6 @@ def _make_trainer(
             tokenizer=tokenizer,
             train=data.train,
             validation=data.validation,
-            callbacks=callbacks,
             answer_weight=recipe.preference.pref_ftx,
         )
         # Making the trainer drew random numbers: the seed is set again, so that runs of all kinds
@@ -225,7 +223,6 @@ def _make_trainer(
         train_dataset=data.train,  # type: ignore[arg-type]
         eval_dataset=data.validation or None,  # type: ignore[arg-type]
         data_collator=partial(collate, pad_id=tokenizer.pad_token_id or 0),
-        callbacks=callbacks,
     )
 
 
