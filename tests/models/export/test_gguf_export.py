@@ -237,6 +237,20 @@ def test_a_tokenizer_that_llama_cpp_does_not_know_is_left_out(checkpoint, tmp_pa
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+def test_labels_of_a_configuration_say_nothing(checkpoint, tmp_path):
+    """Names and versions that other programs leave in config.json."""
+    folder = checkpoint("llama", **SIZES, vocab_size=320, num_key_value_heads=2)
+    write_tokenizer(folder)
+    path = folder / "config.json"
+    labels = {"_name_or_path": "a/b", "_model_name_or_path": "a/b", "_commit_hash": "12ab"}
+    labels |= {"unsloth_version": "2026.1", "auto_map": {"AutoConfig": "a--b.C"}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | labels))
+    assert export_gguf(folder, "q8_0", tmp_path / "out").num_coded
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mystery_scale": 2.0}))
+    with pytest.raises(UnsupportedError, match="mystery_scale"):
+        export_gguf(folder, "q8_0", tmp_path / "second")
+
+
 def test_what_a_file_cannot_say_is_refused(checkpoint, tmp_path):
     """Models without a place in GGUF, RoPE that metadata lacks, dense layers among experts."""
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}

@@ -45,7 +45,7 @@ FILE_VERSION = 2
 
 UNSAID = frozenset(
     {
-        *("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        *("architectures", "dtype", "torch_dtype", "transformers_version", "auto_map"),
         *("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
         *("initializer_range", "attention_dropout", "router_aux_loss_coef", "router_jitter_noise"),
         *("output_router_logits", "quantization_config", "compression_config", "rope_theta"),
@@ -63,6 +63,10 @@ UNSAID = frozenset(
 )
 """Configuration fields that may differ when the written metadata is read back: they do not affect
 the model's results, or another field that is compared covers them.
+"""
+LABELS = ("_", "unsloth_")
+"""First letters of fields that are labels of the program that wrote the file, such as the model's
+name or a commit.
 """
 
 
@@ -232,7 +236,8 @@ def check_metadata(
     ours = CONFIG_MAPPING[made["model_type"]].from_dict(dict(made))
     for name, wanted in config.to_dict().items():
         got = getattr(ours, name, None)
-        if name not in UNSAID and not _is_same(got, wanted):
+        is_said = name not in UNSAID and not name.startswith(LABELS)
+        if is_said and not _is_same(got, wanted):
             raise _refuse(name, wanted, got)
     pair = [_list_ropes(c, c.rope_parameters) for c in (config, ours)]
     if not _is_same(*pair):
