@@ -306,4 +306,5 @@ class FakeStream:
 
 
 def _logprob(token_id: int, num_top: int) -> TokenLogprob:
-    return TokenLogprob(token_id, -0.25, [(token_id + k, -0.25 * (k + 1)) for k in range(num_top)])
+    top = [(token_id + k, -0.25 * (k + 1)) for k in range(num_top)]
+    return TokenLogprob(token_id, -0.25, top, 1 if top else 17)

@@ -291,6 +291,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logprob: float
     top: list[tuple[int, float]] = []
     """The likeliest tokens with their log-probabilities, likeliest first."""
+    rank: int = 0
+    """Rank of the token among all, 1 for the likeliest; 0 if it was not counted."""
 
 
 _logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprob | None])

@@ -158,6 +158,17 @@ def test_logprobs_are_of_the_untouched_model():
     assert [token for token, _ in result.logprob.top] == expected.topk(3).indices.tolist()
 
 
+def test_ranks_are_among_all_tokens():
+    """Of equally likely tokens the lower id comes first, as among the likeliest."""
+    logits = torch.randint(0, 9, (40, 50), generator=torch.Generator().manual_seed(3)).float()
+    targets = list(range(40))
+    found = gather_logprobs(logits, targets, [50] * 40, has_ranks=True)
+    for one in found:
+        assert [token for token, _ in one.top][one.rank - 1] == one.token_id
+    assert len({one.rank for one in found}) > 10
+    assert {one.rank for one in gather_logprobs(logits, targets, [0] * 40)} == {0}
+
+
 def test_prompt_logprobs_of_each_row():
     logits = torch.randn(3, VOCAB)
     expected = torch.log_softmax(logits, -1)

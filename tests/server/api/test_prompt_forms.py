@@ -100,7 +100,8 @@ def test_prompt_logprobs_in_the_form_of_vllm(client):
     first, *rest = chat.model_extra["prompt_logprobs"]
     assert first is None
     assert len(rest) == chat.usage.prompt_tokens - 1
-    assert all(len(entry) == 1 for entry in rest)
+    # A token that is not among the likeliest has the rank that the engine counted.
+    assert [told["rank"] for entry in rest for told in entry.values()] == [17] * len(rest)
     with pytest.raises(openai.BadRequestError, match="prompt_logprobs"):
         client.completions.create(model="tiny", prompt="a", stream=True, extra_body=extra)
 

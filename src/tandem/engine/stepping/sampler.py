@@ -98,9 +98,11 @@ def gather_logprobs(
     num_top: Sequence[int],
     *,
     pool: ThreadPool | None = None,
+    has_ranks: bool = False,
 ) -> list[TokenLogprob]:
     """Return the log-probabilities of each row's given token and of its ``num_top`` likeliest
-    tokens.
+    tokens; with ``has_ranks`` the token's rank among all too, which takes another pass over the
+    row.
 
     Of equally likely tokens the lower id comes first. A row without a distribution gives NaN.
     """
@@ -108,10 +110,24 @@ def gather_logprobs(
     view = view_tensor(logits_RV)
     values, top_ids, top_values = gather_natively(view, token_ids, widest, pool)
     top = list(zip(top_ids, top_values, strict=True))
+    ranks = [0] * len(token_ids)
+    if has_ranks:
+        ranks = [_rank_token(row, i) for row, i in zip(logits_RV, token_ids, strict=True)]
     return [
-        TokenLogprob(token_id, value, top[row * widest : row * widest + min(count, widest)])
+        TokenLogprob(
+            token_id, value, top[row * widest : row * widest + min(count, widest)], ranks[row]
+        )
         for row, (token_id, value, count) in enumerate(zip(token_ids, values, num_top, strict=True))
     ]
+
+
+def _rank_token(logits_V: Tensor, token_id: int) -> int:
+    """Return the rank of a token, 1 for the likeliest; of equally likely ones the lower id comes
+    first.
+    """
+    own = logits_V[token_id]
+    num_likelier = int((logits_V > own).count_nonzero())
+    return 1 + num_likelier + int((logits_V[:token_id] == own).count_nonzero())
 
 
 def _find_rule(state: SamplerState) -> SamplingRule:

@@ -329,4 +329,4 @@ def _score(sequence: StepSequence, rows_RV: Tensor, pool: ThreadPool | None) -> 
     """Return the log-probabilities of the prompt's tokens that the first rows predict."""
     targets = sequence.scored_ids
     num_top = [sequence.num_top] * len(targets)
-    return gather_logprobs(rows_RV[: len(targets)], targets, num_top, pool=pool)
+    return gather_logprobs(rows_RV[: len(targets)], targets, num_top, pool=pool, has_ranks=True)

@@ -126,11 +126,12 @@ def make_prompt_logprobs(
         if entry is None:
             told.append(None)
             continue
-        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
+        ranks = {entry.token_id: entry.rank}
+        ranks |= {token_id: rank for rank, (token_id, _) in enumerate(entry.top, 1)}
         asked = {entry.token_id: entry.logprob} | dict(entry.top[:num_top])
         told.append(
             {
-                str(i): PromptLogprob(logprob, ranks.get(i), tokenizer.token_text(i))
+                str(i): PromptLogprob(logprob, ranks[i], tokenizer.token_text(i))
                 for i, logprob in asked.items()
             }
         )

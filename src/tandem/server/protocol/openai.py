@@ -381,9 +381,8 @@ class PromptLogprob(msgspec.Struct, gc=False):
     """A token at a position of the prompt, in vLLM's form."""
 
     logprob: float
-    rank: int | None
-    """Rank of the token, 1 for the likeliest; None if the prompt's token is not among the
-    likeliest."""
+    rank: int
+    """Rank of the token among all, 1 for the likeliest."""
     decoded_token: str
 
 
