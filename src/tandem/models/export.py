@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError
-from tandem.kernels.weights.formats import find_format
+from tandem.kernels.weights.formats import explain_groups, find_format, fit_groups
 from tandem.models.codecs.writing import CODED_PARTS, Encoder, make_encoder
 from tandem.models.families import Checkpoint, open_checkpoint, read_json
 from tandem.models.families.names import IMAGE_PARTS
@@ -130,14 +130,13 @@ def export_checkpoint(
     """
     checkpoint = open_checkpoint(path_or_id)
     try:
-        weight_format = find_format(to)
+        find_format(to)
     except NotFoundError as error:
         raise ConfigError("models.export", f"to {to!r}: {error.what}", field="to") from None
     check_absent(out)
     if find_gguf(checkpoint.folder) is not None:
         what = f"{checkpoint.folder.name} is GGUF: it runs as it is; convert its original"
         raise UnsupportedError("models.export", what)
-    encoder = make_encoder(weight_format)
     with ExitStack() as stack:
         source = SafetensorsSource(
             checkpoint.folder,
@@ -147,6 +146,9 @@ def export_checkpoint(
         )
         stack.enter_context(source)
         weights = _list_weights(source)
+        widths = {shape[1] for name, shape in weights.items() if _is_matrix(name, shape)}
+        weight_format = fit_groups(to, widths)
+        encoder = make_encoder(weight_format)
         _check_matrices(weights, encoder)
         planned = list(_plan(weights, source, encoder))
         try:
@@ -164,6 +166,7 @@ def export_checkpoint(
         num_coded=len({t.weight for t in planned if t.key}),
         size_bytes=sum(tensor.size_bytes for tensor in planned),
         source_bytes=sum(entry.end - entry.begin for entry in source.entries.values()),
+        note=explain_groups(to, weight_format, widths),
     )
 
 

@@ -16,7 +16,8 @@ from loading import load_checkpoint
 from quantized import CODERS, SLOW, write_quantized
 from safetensors.torch import load_file
 
-from tandem.core.errors import CapacityError, ConfigError, UnsupportedError
+from tandem.core.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
+from tandem.finetune.training.model import plan_training
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, quantize
 from tandem.models import export
 from tandem.models.export import export_checkpoint
@@ -26,6 +27,7 @@ from tandem.models.sources.containers import open_source
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
 MOE = {"moe_intermediate_size": 128, "num_experts": 3, "num_experts_per_tok": 3}
+EXPERTS_OF_96 = {"moe_intermediate_size": 96}
 IDS = list(range(3, 30))
 K = "model.layers.0.self_attn.k_proj.weight"
 DOWN = "model.layers.0.mlp.experts.2.down_proj.weight"
@@ -83,6 +85,35 @@ def test_what_is_written_is_taken_over_as_it_is(name, moe, tmp_path, open_sessio
     assert {m.weight_format for m in plan.matrices if m.role in ("qkv", "experts")} == {read_as}
     logits = open_session(load_checkpoint(out, dtype="float32")).run(IDS)
     assert logits.isfinite().all()
+
+
+def test_widths_that_are_no_groups_of_128_get_smaller_ones(checkpoint, tmp_path, open_session):
+    """As in SmolLM2, whose hidden size is 576: written, packed while loading, and trained on, with
+    a word about it. A whole name means itself.
+    """
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48, "num_hidden_layers": 1}
+    folder = checkpoint("llama", num_key_value_heads=2, **sizes)
+    report = export_checkpoint(folder, "int8", tmp_path / "out")
+    why = "groups of 64, as 192 inputs are no groups of 128"
+    assert (report.weight_format, report.note) == ("int8g64", why)
+    plan = plan_model(folder, dtype="float32", linear_format="int8")
+    assert (plan.linear.weight_format, plan.linear.reason) == ("int8g64", f"as asked for, in {why}")
+    wanted = open_session(load_checkpoint(folder, dtype="float32")).run(IDS)
+    for path, wish in ((tmp_path / "out", "auto"), (folder, "int8")):
+        logits = open_session(load_checkpoint(path, dtype="float32", linear_format=wish)).run(IDS)
+        assert float((logits - wanted).norm() / wanted.norm()) < 0.05
+    assert plan_training(str(folder), linear_format="int8").linear.weight_format == "int8g64"
+    with pytest.raises(UnsupportedError, match="no groups of 128"):
+        export_checkpoint(folder, "int8g128", tmp_path / "second")
+    with pytest.raises(ShapeError):
+        plan_model(folder, dtype="float32", linear_format="int8g128")
+
+
+def test_experts_get_smaller_groups_too(checkpoint):
+    folder = checkpoint("qwen3_moe", num_key_value_heads=2, **SIZES, **MOE | EXPERTS_OF_96)
+    plan = plan_model(folder, dtype="float32", expert_format="int8")
+    assert plan.experts.weight_format == "int8g32"
+    assert "96 inputs are no groups of 128" in plan.experts.reason
 
 
 @pytest.mark.parametrize("kind", ["fp8 blocks", "ct int4 g32 asym", "gptq 4 g32 act-order"])

@@ -5,6 +5,7 @@ our operator, with a native backward pass (``tandem.kernels.cpu.experts``). Only
 trained.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ __all__ = [
     "plan_training",
 ]
 
+logger = logging.getLogger(__name__)
 STORED = "stored"
 """Setting of a weight format that keeps the checkpoint's codes."""
 KEEP_HEAD = parse_rules(
@@ -68,9 +70,12 @@ def _choose_format(name: str, *, is_bf16: bool) -> str:
     if name == NO_FORMAT or (name == "auto" and not is_bf16):
         return NO_FORMAT
     try:
-        return find_format("bf16" if name == "auto" else name).name
+        # The name stays as given: how large groups are may depend on the model's widths.
+        wish = "bf16" if name == "auto" else name
+        find_format(wish)
     except KeyError as error:
         raise ConfigError("finetune.choose_format", str(error), field="expert_format") from error
+    return wish
 
 
 def find_planned_format(plan: ModelPlan, *, is_expert: bool) -> WeightFormat | None:
@@ -130,6 +135,9 @@ def load_frozen(
         is_head_packed=is_head_packed,
         context=context,
     )
+    for choice in (plan.experts, plan.linear):
+        if "groups of" in choice.reason:
+            logger.warning("event=groups format=%s why=%r", choice.weight_format, choice.reason)
     checkpoint = open_checkpoint(path_or_id)
     if pool is None:
         pool = ThreadPool(num_threads or recommend_threads(read_topology()).threads)

@@ -7,6 +7,7 @@ measure a format's own error, apart from any kernel's.
 Shapes: N outputs, K inputs, G groups of ``group_size`` inputs.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
@@ -21,8 +22,10 @@ __all__ = [
     "QuantizedMatrix",
     "WeightFormat",
     "dequantize",
+    "explain_groups",
     "find_format",
     "find_whole_blocks",
+    "fit_groups",
     "list_floats",
     "pair_formats",
     "quantize",
@@ -248,6 +251,36 @@ def find_format(name: str) -> WeightFormat:
         known = ", ".join([*_ALIASES, *WEIGHT_FORMATS])
         raise NotFoundError("kernels.find_format", f"weight format {name!r}: choose one of {known}")
     return weight_format
+
+
+def fit_groups(name: str, widths: Collection[int]) -> WeightFormat:
+    """Return the weight format of this name whose groups fill matrices of the given numbers of
+    inputs.
+
+    ``int8`` and ``int4`` leave the size of groups open: if inputs are no groups of the usual size,
+    they mean the largest size below that fills all of them. A whole name means itself, and so does
+    each name if no size fills them.
+
+    Raises: NotFoundError (there is no such format).
+    """
+    usual = find_format(name)
+    if name not in _ALIASES:
+        return usual
+    fitting = [
+        other
+        for size in range(usual.group_size, 0, -1)
+        if (other := WEIGHT_FORMATS.get(f"{name}g{size}")) and not any(k % size for k in widths)
+    ]
+    return fitting[0] if fitting else usual
+
+
+def explain_groups(name: str, chosen: WeightFormat, widths: Collection[int]) -> str:
+    """Return why ``fit_groups`` chose a format of other groups than usual; empty if it did not."""
+    usual = find_format(name).group_size
+    if chosen.group_size == usual:
+        return ""
+    odd = min(k for k in widths if k % usual)
+    return f"groups of {chosen.group_size}, as {odd} inputs are no groups of {usual}"
 
 
 def pair_formats(gate_up: WeightFormat, down: WeightFormat) -> WeightFormat:

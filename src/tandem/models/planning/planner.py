@@ -57,6 +57,9 @@ from tandem.placement.rules import Rule
 
 __all__ = ["describe_model", "plan_model"]
 
+PACKED_ROLES = ("qkv", "q_up", "attention_out", "gate_up", "down", "head")
+"""Roles of the matrices that take the weight format of linear modules."""
+
 
 @computing_shapes()
 def describe_model(path_or_id: str | Path) -> ModelSpec:
@@ -133,6 +136,7 @@ def plan_model(
         linear_format=linear_format,
         device=device,
         expert_device=expert_device,
+        linear_widths={m.shape[-1] for m in raw if m.role in PACKED_ROLES},
     )
     all_rules = load_rules(rules, workload)
     wishes = {"experts": expert_format, "linear": linear_format}

@@ -1,5 +1,6 @@
 """Choice of a model's dtype and weight formats, with reasons: plain data out."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
@@ -9,7 +10,7 @@ from tandem.core.errors import ConfigError, NotFoundError, UnsupportedError
 from tandem.core.model.plan import NO_FORMAT, FormatChoice
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
 from tandem.kernels.devices import has_native_kernels
-from tandem.kernels.weights.formats import find_format
+from tandem.kernels.weights.formats import explain_groups, fit_groups
 
 __all__ = [
     "FormatChoices",
@@ -88,7 +89,13 @@ def set_auto_dtype(spec: ModelSpec, *, is_coded: bool) -> ModelSpec:
 
 
 def choose_formats(
-    spec: ModelSpec, *, expert_format: str, linear_format: str, device: str, expert_device: str
+    spec: ModelSpec,
+    *,
+    expert_format: str,
+    linear_format: str,
+    device: str,
+    expert_device: str,
+    linear_widths: Collection[int],
 ) -> FormatChoices:
     """Choose the weight formats of a model's matrices.
 
@@ -98,21 +105,23 @@ def choose_formats(
         linear_format: ``auto``, ``none``, or a format's name, for the other matrices.
         device: device of the model.
         expert_device: device of its routed experts.
+        linear_widths: numbers of inputs of the matrices that take the format of linear modules.
 
     Raises:
         ConfigError: an unknown format.
         UnsupportedError: a format without kernels on the device, or one to which values are never
             quantized.
     """
-    experts = _choose(spec, expert_format, expert_device, "expert_format")
+    widths = (spec.hidden_size, spec.moe_intermediate_size)
+    experts = _choose(spec, expert_format, expert_device, "expert_format", widths)
     if expert_format == "auto" and spec.expert_format and has_native_kernels(expert_device):
         experts = FormatChoice(
             weight_format=spec.expert_format, reason="as the checkpoint stores them"
         )
     if not spec.is_moe:
         experts = FormatChoice(weight_format=NO_FORMAT, reason="the model has no routed experts")
-    linear = _choose(spec, linear_format, device, "linear_format")
-    router = _choose(spec, NO_FORMAT if linear_format == NO_FORMAT else "auto", device, "")
+    linear = _choose(spec, linear_format, device, "linear_format", linear_widths)
+    router = _choose(spec, NO_FORMAT if linear_format == NO_FORMAT else "auto", device, "", ())
     return FormatChoices(experts, linear, router)
 
 
@@ -127,17 +136,21 @@ def choose_expert_parts(wish: int, num_nodes: int, intermediate_size: int) -> in
     return wish or max(1, min(num_nodes, intermediate_size // PART_COLUMNS))
 
 
-def _choose(spec: ModelSpec, wish: str, device: str, field: str) -> FormatChoice:
-    name, reason = _choose_name(spec, wish, device, field)
+def _choose(
+    spec: ModelSpec, wish: str, device: str, field: str, widths: Collection[int]
+) -> FormatChoice:
+    name, reason = _choose_name(spec, wish, device, field, widths)
     return FormatChoice(weight_format=name, reason=reason)
 
 
-def _choose_name(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[str, str]:
+def _choose_name(
+    spec: ModelSpec, wish: str, device: str, field: str, widths: Collection[int]
+) -> tuple[str, str]:
     if wish == NO_FORMAT:
         return NO_FORMAT, f"{spec.dtype} tensors, as asked for"
     if wish != "auto":
         try:
-            weight_format = find_format(wish)
+            weight_format = fit_groups(wish, widths)
         except NotFoundError as error:
             raise ConfigError(
                 "models.choose_formats",
@@ -156,7 +169,8 @@ def _choose_name(spec: ModelSpec, wish: str, device: str, field: str) -> tuple[s
                 "models.choose_formats",
                 f"{field} {wish}: formats have kernels on the CPU only, not on {device}",
             )
-        return weight_format.name, "as asked for"
+        why = explain_groups(wish, weight_format, widths)
+        return weight_format.name, f"as asked for, in {why}" if why else "as asked for"
     if not has_native_kernels(device):
         reason = f"{spec.dtype} tensors: native kernels run on the CPU, the model on {device}"
         return NO_FORMAT, reason
