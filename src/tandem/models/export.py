@@ -22,8 +22,13 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError
-from tandem.kernels.weights.formats import explain_groups, find_format, fit_groups
-from tandem.models.codecs.writing import CODED_PARTS, Encoder, make_encoder
+from tandem.kernels.weights.formats import WeightFormat, explain_groups, find_format, fit_groups
+from tandem.models.codecs.writing import (
+    CODED_PARTS,
+    OTHER_MODULES,
+    EncoderChoice,
+    make_encoder,
+)
 from tandem.models.families import Checkpoint, open_checkpoint, read_json
 from tandem.models.families.names import IMAGE_PARTS
 from tandem.models.sources.gguf_files import find_gguf
@@ -148,14 +153,14 @@ def export_checkpoint(
         weights = _list_weights(source)
         widths = {shape[1] for name, shape in weights.items() if _is_matrix(name, shape)}
         weight_format = fit_groups(to, widths)
-        encoder = make_encoder(weight_format)
-        _check_matrices(weights, encoder)
-        planned = list(_plan(weights, source, encoder))
+        encoders, raised = _choose_encoders(to, weight_format, weights)
+        _check_matrices(weights, encoders)
+        planned = list(_plan(weights, source, encoders))
         try:
             with Draft(out) as draft:
                 check_room(out, sum(tensor.size_bytes for tensor in planned))
-                _write_shards(draft.folder, planned, _Maker(source, weights, encoder))
-                _write_rest(draft.folder, checkpoint, encoder, planned)
+                _write_shards(draft.folder, planned, _Maker(source, weights, encoders))
+                _write_rest(draft.folder, checkpoint, encoders, planned)
                 draft.publish()
         except OSError as error:
             raise explain_write(error, out) from error
@@ -166,7 +171,7 @@ def export_checkpoint(
         num_coded=len({t.weight for t in planned if t.key}),
         size_bytes=sum(tensor.size_bytes for tensor in planned),
         source_bytes=sum(entry.end - entry.begin for entry in source.entries.values()),
-        note=explain_groups(to, weight_format, widths),
+        note="; ".join(filter(None, (explain_groups(to, weight_format, widths), raised))),
     )
 
 
@@ -199,8 +204,30 @@ def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and name.endswith(".weight") and word not in PLAIN_WORDS and not is_seen
 
 
-def _check_matrices(weights: dict[str, tuple[int, ...]], encoder: Encoder | None) -> None:
-    if encoder is None:
+def _choose_encoders(
+    to: str, weight_format: WeightFormat, weights: dict[str, tuple[int, ...]]
+) -> tuple[EncoderChoice | None, str]:
+    """Return the encoders of a model's matrices, and a note for the user if there are two.
+
+    ``int4`` of a model with routed experts keeps queries, keys and values in int8: they are a few
+    hundredths of such a model's weights, and half of what 4 bits lose, most of it by the values.
+    llama.cpp's mixtures do likewise. A whole name, such as ``int4g32``, means all matrices.
+
+    Raises: UnsupportedError (no checkpoint layout has the format).
+    """
+    usual = make_encoder(weight_format)
+    if usual is None:
+        return None, ""
+    names = [name for name, shape in weights.items() if _is_matrix(name, shape)]
+    attention = {weights[name][1] for name in names if OTHER_MODULES.match(name[: -len(".weight")])}
+    if to != "int4" or not attention or not any(".experts." in name for name in names):
+        return EncoderChoice(usual), ""
+    kept = fit_groups("int8", attention)
+    return EncoderChoice(usual, make_encoder(kept)), f"queries, keys and values in {kept.name}"
+
+
+def _check_matrices(weights: dict[str, tuple[int, ...]], encoders: EncoderChoice | None) -> None:
+    if encoders is None:
         return
     for name, shape in weights.items():
         if len(shape) > 2 and ".experts." in name:
@@ -210,16 +237,16 @@ def _check_matrices(weights: dict[str, tuple[int, ...]], encoder: Encoder | None
                 "layout of codes has: use --to bf16",
             )
         if _is_matrix(name, shape):
-            encoder.check(name, shape)
+            encoders.find(name).check(name, shape)
 
 
 def _plan(
-    weights: dict[str, tuple[int, ...]], source: SafetensorsSource, encoder: Encoder | None
+    weights: dict[str, tuple[int, ...]], source: SafetensorsSource, encoders: EncoderChoice | None
 ) -> Iterator[_Planned]:
     for name, shape in weights.items():
-        if encoder is not None and _is_matrix(name, shape):
+        if encoders is not None and _is_matrix(name, shape):
             stem = name.removesuffix(".weight")
-            for key, (dtype, size) in encoder.list_tensors(shape).items():
+            for key, (dtype, size) in encoders.find(name).list_tensors(shape).items():
                 yield _Planned(f"{stem}.{key}", dtype, size, name, key)
             continue
         entry = source.entries.get(name)
@@ -238,11 +265,11 @@ class _Maker:
         self,
         source: SafetensorsSource,
         weights: dict[str, tuple[int, ...]],
-        encoder: Encoder | None,
+        encoders: EncoderChoice | None,
     ) -> None:
         self._source = source
         self._weights = weights
-        self._encoder = encoder
+        self._encoders = encoders
         self._name = ""
         self._tensors: dict[str, Tensor] = {}
 
@@ -251,8 +278,8 @@ class _Maker:
             self._name = planned.weight
             values = torch.empty(self._weights[planned.weight])
             self._source.read_into(planned.weight, values)
-            if planned.key and self._encoder is not None:
-                self._tensors = self._encoder.encode(values)
+            if planned.key and self._encoders is not None:
+                self._tensors = self._encoders.find(planned.weight).encode(values)
             else:
                 self._tensors = {"": values.to(planned.dtype)}
         tensor = self._tensors[planned.key]
@@ -435,7 +462,7 @@ def _write_shard(path: Path, shard: list[_Planned], make: Callable[[_Planned], T
 
 
 def _write_rest(
-    folder: Path, checkpoint: Checkpoint, encoder: Encoder | None, planned: list[_Planned]
+    folder: Path, checkpoint: Checkpoint, encoders: EncoderChoice | None, planned: list[_Planned]
 ) -> None:
     for path in sorted(checkpoint.folder.iterdir()):
         is_weights = path.name.endswith((INDEX, ".safetensors")) or path.name == "config.json"
@@ -446,14 +473,14 @@ def _write_rest(
     config.pop("compression_config", None)
     config.pop("torch_dtype", None)
     config["dtype"] = "bfloat16"
-    if encoder is not None:
+    if encoders is not None:
         coded = {tensor.weight for tensor in planned if tensor.key}
         plain = {
             tensor.weight.removesuffix(".weight")
             for tensor in planned
             if tensor.weight not in coded and len(tensor.shape) == 2
         }
-        config["quantization_config"] = encoder.describe(sorted(plain))
+        config["quantization_config"] = encoders.describe(sorted(plain))
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 

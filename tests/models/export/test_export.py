@@ -5,8 +5,10 @@ programs' files; full disks and interruptions are made where the writer asks the
 """
 
 import errno
+import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,15 +20,21 @@ from safetensors.torch import load_file
 
 from tandem.core.errors import CapacityError, ConfigError, ShapeError, UnsupportedError
 from tandem.finetune.training.model import plan_training
+from tandem.kernels.paged import PagedBatch, SequenceChunk
 from tandem.kernels.weights.formats import WEIGHT_FORMATS, quantize
 from tandem.models import export
+from tandem.models.codecs.writing import search_zeros
 from tandem.models.export import export_checkpoint
 from tandem.models.families import open_checkpoint
+from tandem.models.gguf_export import export_gguf
+from tandem.models.loading.hub import DEMO_FOLDER
 from tandem.models.planning.planner import plan_model
 from tandem.models.sources.containers import open_source
+from tandem.models.tokenizing.tokenizer import load_tokenizer
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 64}
 MOE = {"moe_intermediate_size": 128, "num_experts": 3, "num_experts_per_tok": 3}
+RECORDED = Path(__file__).parents[2] / "real" / "recorded.json"
 EXPERTS_OF_96 = {"moe_intermediate_size": 96}
 IDS = list(range(3, 30))
 K = "model.layers.0.self_attn.k_proj.weight"
@@ -85,6 +93,100 @@ def test_what_is_written_is_taken_over_as_it_is(name, moe, tmp_path, open_sessio
     assert {m.weight_format for m in plan.matrices if m.role in ("qkv", "experts")} == {read_as}
     logits = open_session(load_checkpoint(out, dtype="float32")).run(IDS)
     assert logits.isfinite().all()
+
+
+def measure_search(groups, codes, scales, zeros):
+    """Return the weighted square error of each group."""
+    weights = groups.square().mean(1, keepdim=True).sqrt() + groups.abs()
+    values = (codes.float() - zeros.float()[:, None]) * scales.float()[:, None]
+    return (weights * (values - groups).square()).sum(1)
+
+
+def test_scale_and_zero_point_are_searched_for():
+    """Less error than by the ends of the range, in nearly each group, and hardly more than by all
+    zero points with sixty steps.
+    """
+    generator = torch.Generator().manual_seed(4)
+    groups = torch.randn(400, 32, generator=generator) * 0.02
+    groups[:100] += 0.03  # All of one sign, for most of which the zero point is an end.
+    groups[100:200, 5] *= 8  # One that stands out.
+    found = measure_search(groups, *search_zeros(groups, 4))
+    low, high = groups.amin(1).clamp(max=0), groups.amax(1).clamp(min=0)
+    best = torch.full((400,), torch.inf)
+    for share in torch.linspace(0.5, 1.1, 60):
+        scales = ((high - low) / 15 * share).half()
+        for zero in range(16):
+            zeros = torch.full((400,), float(zero))
+            codes = ((groups / scales.float()[:, None]).round() + zero).clamp(0, 15)
+            best = torch.minimum(best, measure_search(groups, codes, scales, zeros))
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round()
+    codes = ((groups / scales.float()[:, None]).round() + zeros[:, None]).clamp(0, 15)
+    plain = measure_search(groups, codes, scales, zeros)
+    assert float(found.sum()) < 0.9 * float(plain.sum())
+    assert float((found <= plain * 1.001).float().mean()) > 0.99
+    assert float(found.sum()) < 1.1 * float(best.sum())
+
+
+def test_zeros_and_tiny_weights_have_the_scale_0():
+    """And one weight among zeros is kept."""
+    groups = torch.zeros(4, 32)
+    groups[1] = 1e-42
+    groups[2] = 1e-9
+    groups[3, 7] = -0.25
+    codes, scales, zeros = search_zeros(groups, 4)
+    values = (codes.float() - zeros.float()[:, None]) * scales.float()[:, None]
+    assert torch.allclose(values[:3], torch.zeros(3, 32))
+    assert torch.allclose(values[3], groups[3], rtol=1e-3)
+    for value in (torch.nan, torch.inf, 1e20):
+        with pytest.raises(UnsupportedError, match="not finite, or beyond fp16"):
+            search_zeros(torch.full((1, 32), value), 4)
+
+
+@pytest.fixture(scope="module")
+def demo_logits():
+    """Return ``score(folder)``: the demo model's log-probabilities of four KiB of text, its weights
+    decoded to float32.
+    """
+    text = json.loads(RECORDED.read_text())["text"]
+    ids = load_tokenizer(DEMO_FOLDER).encode(text)[:1024]
+
+    def score(folder):
+        model = load_checkpoint(folder, dtype="float32", expert_format="f32", linear_format="f32")
+        cache = model.allocate_kv(len(ids) // 64 + 1, block_size=64)
+        chunk = SequenceChunk(ids, 0, list(range(len(ids) // 64 + 1)), "all")
+        return torch.log_softmax(model.forward(PagedBatch.build([chunk], 64), cache), -1)
+
+    return score
+
+
+def test_int4_is_nearer_to_the_model_than_the_rounding_of_q4_1(demo_logits, tmp_path):
+    """By the Kullback-Leibler divergence from the model as it is: our blocks of Q4_1 are those of
+    llama.cpp's quantizer, byte by byte (test_gguf_export.py).
+    """
+    export_checkpoint(DEMO_FOLDER, "int4", tmp_path / "int4")
+    export_gguf(DEMO_FOLDER, "q4_1", tmp_path / "q4_1")
+    wanted = demo_logits(DEMO_FOLDER)
+    found = {}
+    for name in ("int4", "q4_1"):
+        logprobs = demo_logits(tmp_path / name)
+        found[name] = float((wanted.exp() * (wanted - logprobs)).sum(-1).mean())
+    assert 0 < found["int4"] < 0.97 * found["q4_1"]
+
+
+def test_int4_of_experts_keeps_queries_keys_and_values_in_int8(moe, tmp_path):
+    """As llama.cpp's mixtures keep keys and values; a dense model and a whole name do not."""
+    report = export_checkpoint(moe, "int4", tmp_path / "out")
+    assert (report.weight_format, report.note) == (
+        "int4g32",
+        "queries, keys and values in int8g128",
+    )
+    plan = plan_model(tmp_path / "out", dtype="float32")
+    found = {(m.role, m.weight_format) for m in plan.matrices}
+    assert {("qkv", "int8g128"), ("attention_out", "int4g32zp"), ("experts", "int4g32zp")} <= found
+    export_checkpoint(moe, "int4g32", tmp_path / "whole")
+    plan = plan_model(tmp_path / "whole", dtype="float32")
+    assert ("qkv", "int4g32zp") in {(m.role, m.weight_format) for m in plan.matrices}
 
 
 def test_widths_that_are_no_groups_of_128_get_smaller_ones(checkpoint, tmp_path, open_session):
