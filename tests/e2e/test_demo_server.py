@@ -172,13 +172,21 @@ def test_n_choices_share_one_prefill(idle_after):
 
 
 def test_echo_with_logprobs_scores_the_prompt(idle_after):
-    answer = complete(
-        idle_after, prompt="import os\nimport sys\n", echo=True, max_tokens=1, logprobs=2
-    )
+    asked = {"echo": True, "max_tokens": 1, "logprobs": 2, "prompt_logprobs": 2}
+    answer = complete(idle_after, prompt="import os\nimport sys\n", **asked)
     logprobs = answer["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"][0] is None
     assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
     assert "".join(logprobs["tokens"]).startswith("import os\nimport sys\n")
+    far: list[int] = []
+    # vLLM's form has the rank of each token: those of the likeliest in order, and of the prompt's.
+    for told in answer["choices"][0]["prompt_logprobs"][1:]:
+        likeliest = sorted(told.values(), key=lambda one: -one["logprob"])
+        ranks = [one["rank"] for one in likeliest]
+        assert ranks[:2] == [1, 2]
+        far += [rank for rank in ranks[2:] if rank > 2]
+    assert far
+    assert len(far) == sum(len(told) - 2 for told in answer["choices"][0]["prompt_logprobs"][1:])
 
 
 def test_stop_string_ends_the_text_before_it(idle_after):
