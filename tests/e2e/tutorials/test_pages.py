@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n.*?^```$", re.MULTILINE | re.DOTALL)
-MAX_LINES, MAX_CELL_WORDS = 150, 25
+MAX_LINES, MAX_CELL_WORDS = 190, 25
 _spec = importlib.util.spec_from_file_location("run_page", ROOT / "tools" / "run_page.py")
 run_page = importlib.util.module_from_spec(_spec)
 sys.modules["run_page"] = run_page
@@ -22,8 +22,8 @@ _spec.loader.exec_module(run_page)
 def test_every_fenced_command_is_run(page):
     kinds = FENCE.findall(page.read_text())
     assert set(kinds) <= {"sh", "text", "bash"}
-    # Installing is run by tools/check_wheel.py, which needs a compiler and minutes.
-    assert kinds.count("bash") == (page == README)
+    # Installing, by make and without it, is run by CI and by tools/check_wheel.py: it needs minutes.
+    assert kinds.count("bash") == 2 * (page == README)
     assert "sh" in kinds
 
 
