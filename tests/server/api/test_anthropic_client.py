@@ -160,6 +160,25 @@ def test_cache_control_pins_the_prompt_before_it(client, say, live):
     assert reply.usage.cache_creation.ephemeral_1h_input_tokens > 0
 
 
+def test_a_begun_answer_is_continued(client, say):
+    """A conversation that ends in an assistant's text; one that ends in its calls is a new turn."""
+    say(" you")
+    begun = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}]
+    reply = client.messages.create(model="tiny", max_tokens=9, messages=begun)
+    assert reply.content[0].text == " you"
+    assert say.prompt() == "[user]hello[assistant]Hello"
+    counted = client.messages.count_tokens(model="tiny", messages=begun)
+    assert counted.input_tokens == reply.usage.input_tokens + reply.usage.cache_read_input_tokens
+    say("so.</think>Hi")
+    thinking = [*ASK, {"role": "assistant", "content": "<think>\nIt says hello,"}]
+    reply = client.messages.create(model="tiny", max_tokens=30, messages=thinking)
+    assert [reply.content[0].thinking, reply.content[1].text] == ["so.", "Hi"]
+    call = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {}}
+    begun[1]["content"].append(call)
+    client.messages.create(model="tiny", max_tokens=9, messages=begun)
+    assert say.prompt().endswith("</tool_call>[assistant]")
+
+
 def test_choice_becomes_a_grammar(client, say, live):
     say(CALL)
     for choice in ({"type": "any"}, {"type": "tool", "name": "get_weather"}):

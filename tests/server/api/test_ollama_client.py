@@ -76,6 +76,13 @@ def test_tools_go_out_whole_and_come_back(client, say):
     assert '"description": "in Switzerland."' in say.prompt()
 
 
+def test_a_begun_answer_is_continued(client, say):
+    say(" you")
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}]
+    assert client.chat("tiny", begun).message.content == " you"
+    assert say.prompt() == "[user]hi[assistant]Hello"
+
+
 def test_options_reach_the_sampler(client, say, live):
     say("one two three four")
     options = {

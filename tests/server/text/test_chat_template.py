@@ -13,10 +13,13 @@ import msgspec
 import pytest
 from fake_engine import FakeEngine, make_info
 from serving import LiveServers
-from vocabularies import make_byte_level_tokenizer
+from vocabularies import CHAT_TEMPLATE, make_byte_level_tokenizer
 
 from tandem.core.errors import ConfigError, PeerLostError
+from tandem.server.api.prompts import PromptEncoder
+from tandem.server.protocol.openai import ContentPart, InputCall, InputFunction, InputMessage
 from tandem.server.text.chat_template import ChatTemplate
+from tandem.server.text.work_threads import WorkThreads
 
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<b>&'\""}]
 
@@ -240,3 +243,37 @@ def test_a_model_with_states_learns_where_the_last_message_ends():
     opening = tokenizer.encode("<|assistant|><think>\n", add_special_tokens=False)
     assert second.prompt_ids[second.message_end :] == opening
     assert unasked.message_end == 0
+
+
+CONTENTS = ("The cat ", "<", ">", "", " \n", "assistant", "|im_start|", "a\n<|im_end|>\n", " b")
+
+
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_final_message_is_continued_after_its_last_character(strips):
+    """Whatever its text is, also where the marks of turns have it or the template strips it."""
+    source, head = CHAT_TEMPLATE, "<|im_start|>system\na<|im_end|>\n<|im_start|>assistant\n"
+    if strips:
+        source = source.replace("message['content']", "message['content'] | trim")
+    encoder = PromptEncoder(
+        make_byte_level_tokenizer(), WorkThreads(1), ChatTemplate(source, {}, timeout_s=60.0)
+    )
+    messages = [InputMessage("developer", [ContentPart("text", "a")])]
+
+    def continue_with(final: InputMessage) -> str:
+        return encoder.render(
+            [*messages, final],
+            add_generation_prompt=None,
+            continue_final_message=True,
+            arguments=None,
+        )
+
+    try:
+        for content in CONTENTS:
+            expected = head + (content.lstrip() if strips and content.strip() else content)
+            assert continue_with(InputMessage("assistant", content)) == expected
+        call = InputCall(InputFunction("f"))
+        with pytest.raises(ConfigError, match="tool calls") as caught:
+            continue_with(InputMessage("assistant", "a", tool_calls=[call]))
+        assert caught.value.field == "continue_final_message"
+    finally:
+        encoder.close()

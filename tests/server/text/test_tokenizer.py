@@ -127,19 +127,3 @@ def test_a_checkpoint_without_a_template_has_no_chat():
         reply = live.post("/v1/chat/completions", body)
         assert reply.status_code == 400
         assert reply.json()["error"]["param"] == "messages"
-
-
-def test_a_final_message_is_continued(serve, tokenizer):
-    live = serve()
-    body = {
-        "messages": [
-            {"role": "developer", "content": [{"type": "text", "text": "a"}]},
-            {"role": "assistant", "content": "The cat "},
-        ],
-        "continue_final_message": True,
-        "max_tokens": 2,
-    }
-    assert live.post("/v1/chat/completions", body).status_code == 200
-    assert tokenizer.decode(live.engine.requests[0].prompt_ids) == (
-        "<|im_start|>system\na<|im_end|>\n<|im_start|>assistant\nThe cat "
-    )

@@ -28,6 +28,10 @@ _logger = logging.getLogger(__name__)
 _LONGEST_TOKEN_CHARS = 512
 """Upper bound of a token's length in characters; the longest known ones are runs of 256 spaces."""
 
+_END_MARK = "END-OF-THE-FINAL-MESSAGE-d41f6c0e"
+"""Text that stands for the end of a message to be continued while it is rendered; letters, digits
+and hyphens, which no filter of a template changes."""
+
 
 def count_prompts(value: str | list[Any]) -> int:
     """Return how many prompts a field has, without checking them."""
@@ -242,6 +246,12 @@ class PromptEncoder:
                 "continue_final_message and add_generation_prompt exclude each other",
                 field="continue_final_message",
             )
+        if is_continued and messages[-1].tool_calls:
+            raise ConfigError(
+                "server.render",
+                "the final message has tool calls, so its text cannot be continued",
+                field="continue_final_message",
+            )
         asks = not is_continued if add_generation_prompt is None else add_generation_prompt
         plain = plain_messages(messages, self.call_form, knows_tools=self._knows_tools)
         given = arguments if arguments is not None else {}
@@ -253,8 +263,10 @@ class PromptEncoder:
             merged["tools"] = plain_tools(tools)
             if not self._knows_tools:
                 tell_tools(plain, merged["tools"])
-        text = self._template.render(plain, merged)
-        return _cut_after(text, plain[-1]["content"] or "") if is_continued else text
+        if not is_continued:
+            return self._template.render(plain, merged)
+        end = _mark_end(plain[-1])
+        return _cut_at_mark(self._template.render(plain, merged)) + end
 
     async def warm_up(self) -> None:
         """Start a process that renders the chat template, so that the first conversation does not
@@ -274,19 +286,29 @@ class PromptEncoder:
         self.threads.close()
 
 
-def _cut_after(text: str, final: str) -> str:
-    """Cut a rendered conversation right after its final message, so that the model continues
-    that.
+def _mark_end(final: dict[str, Any]) -> str:
+    """Put a mark at the end of the final message, in place of its trailing white space, which is
+    returned.
+
+    The text itself cannot be looked for: a short one also occurs in the marks of turns, an empty
+    one everywhere. Templates strip white space; the model must continue exactly the text that the
+    client wrote, so it is added again after the mark was cut off.
     """
-    position = text.rfind(final.strip())
+    content = final["content"] or ""
+    text = content.rstrip()
+    final["content"] = text + _END_MARK
+    return content[len(text) :]
+
+
+def _cut_at_mark(text: str) -> str:
+    """Cut a rendered conversation at the mark of ``_mark_end``, so that the model continues the
+    final message.
+    """
+    position = text.rfind(_END_MARK)
     if position < 0:
         raise ConfigError(
             "server.render",
-            "the chat template changes the final message, so it cannot be continued",
+            "the chat template leaves out the final message, so it cannot be continued",
             field="continue_final_message",
         )
-    end = position + len(final.strip())
-    # Templates often strip a message's trailing white space; it is added again, since the model
-    # must continue exactly the text that the client wrote.
-    tail = final[len(final.rstrip()) :]
-    return text[:end] + tail
+    return text[:position]

@@ -16,7 +16,12 @@ from starlette.responses import Response
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.server.context import ServedModel, ServerContext
-from tandem.server.dialects.chat import count_shared, encode_conversation, plan_conversation
+from tandem.server.dialects.chat import (
+    can_continue,
+    count_shared,
+    encode_conversation,
+    plan_conversation,
+)
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.options import read_options
 from tandem.server.edge.http_errors import ErrorBody
@@ -300,7 +305,12 @@ def _translate(request: CountRequest) -> oai.ChatRequest:
         for tool in request.tools or ()
         if tool.type in (None, "custom")
     ]
-    chat = oai.ChatRequest(model=request.model, messages=messages, tools=tools or None)
+    chat = oai.ChatRequest(
+        model=request.model,
+        messages=messages,
+        tools=tools or None,
+        continue_final_message=can_continue(messages),
+    )
     choice = request.tool_choice
     if choice is not None:
         if choice.type == "tool":

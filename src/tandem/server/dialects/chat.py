@@ -50,12 +50,20 @@ from tandem.server.protocol.openai import (
     ChatLogprobs,
     ChatMessage,
     ChatRequest,
+    InputMessage,
     Tool,
     ToolCall,
     ToolCallDelta,
 )
 
-__all__ = ["answer_chat", "count_shared", "encode_conversation", "plan_chat", "plan_conversation"]
+__all__ = [
+    "answer_chat",
+    "can_continue",
+    "count_shared",
+    "encode_conversation",
+    "plan_chat",
+    "plan_conversation",
+]
 
 
 @dataclass(slots=True)
@@ -206,6 +214,8 @@ class Conversation(NamedTuple):
     prompt_ids: list[int]
     tools: Sequence[Tool]
     """Tools that the answer may call."""
+    begun: str
+    """Text of the final message if the answer continues it, else empty."""
 
 
 def encode_conversation(context: ServerContext, request: ChatRequest) -> Conversation:
@@ -219,7 +229,17 @@ def encode_conversation(context: ServerContext, request: ChatRequest) -> Convers
         max_model_len=context.ready_info().max_model_len,
         field="messages",
     )[0]
-    return Conversation(prompt, prompt_ids, tools)
+    content = request.messages[-1].content if request.continue_final_message is True else None
+    parts = content if isinstance(content, list) else ()
+    begun = content if isinstance(content, str) else "\n".join(part.text or "" for part in parts)
+    return Conversation(prompt, prompt_ids, tools, begun)
+
+
+def can_continue(messages: Sequence[InputMessage]) -> bool:
+    """Return True if a conversation ends in an assistant's text, which APIs without a field for it
+    take as the beginning of the answer. A turn that ends in tool calls is complete.
+    """
+    return bool(messages) and messages[-1].role == "assistant" and not messages[-1].tool_calls
 
 
 def count_shared(
@@ -236,7 +256,10 @@ def count_shared(
     if num_messages >= len(request.messages):
         return len(prompt_ids)
     part = msgspec.structs.replace(
-        request, messages=request.messages[:num_messages], add_generation_prompt=False
+        request,
+        messages=request.messages[:num_messages],
+        add_generation_prompt=False,
+        continue_final_message=None,
     )
     try:
         head = encode_conversation(context, part).prompt_ids
@@ -258,7 +281,7 @@ def _find_message_end(
     """
     if request.continue_final_message is True or request.add_generation_prompt is False:
         return 0
-    prompt, prompt_ids, tools = conversation
+    prompt, prompt_ids, tools, _ = conversation
     messages = _render(context, request, tools, asks=False)
     if not prompt.startswith(messages):
         return 0
@@ -286,7 +309,7 @@ def plan_conversation(
     context.ready_info()
     context.check_choices(request.n if request.n is not None else 1)
     conversation = encode_conversation(context, request)
-    prompt, prompt_ids, tools = conversation
+    prompt, prompt_ids, tools, begun = conversation
     plans = plan_choices(
         context,
         request,
@@ -295,8 +318,8 @@ def plan_conversation(
         prompt_field="messages",
         logprobs=_num_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
-        parsing=plan_parsing(context.encoder, request, prompt, tools),
-        grammar=plan_grammar(context, request, prompt, tools),
+        parsing=plan_parsing(context.encoder, request, prompt, tools, begun),
+        grammar=plan_grammar(context, request, prompt, tools, begun),
         defaults=defaults,
     )
     if context.ready_info().num_state_slots:

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from tandem.core.errors import UnsupportedError
 from tandem.server.api.grammars import read_grammar
 from tandem.server.context import ChoicePlan, ServedModel, ServerContext
-from tandem.server.dialects.chat import plan_conversation
+from tandem.server.dialects.chat import can_continue, plan_conversation
 from tandem.server.dialects.dialect import Dialect, Task
 from tandem.server.dialects.options import TokenLimit, plan_choices, read_options
 from tandem.server.dialects.parsing import make_call_id
@@ -345,6 +345,7 @@ def _translate(
         frequency_penalty=options.frequency_penalty,
         logprobs=request.logprobs,
         top_logprobs=request.top_logprobs if request.logprobs is True else None,
+        continue_final_message=can_continue(messages),
         timeout=request.timeout,
     )
     if request.format == "json":

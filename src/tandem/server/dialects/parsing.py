@@ -52,7 +52,11 @@ def make_call_id() -> str:
 
 
 def plan_parsing(
-    encoder: PromptEncoder, request: ChatRequest, prompt: str, tools: Sequence[Tool]
+    encoder: PromptEncoder,
+    request: ChatRequest,
+    prompt: str,
+    tools: Sequence[Tool],
+    begun: str = "",
 ) -> Parsing | None:
     """Return how answers to a prompt are split into text, reasoning and tool calls; None if all of
     it is text.
@@ -62,12 +66,13 @@ def plan_parsing(
         request: says if reasoning is to be separated from the answer, and if a call is forced.
         prompt: rendered prompt; its end shows if it has opened reasoning.
         tools: tools that may be called.
+        begun: text of the final message, if the answer continues it.
     """
     splits_reasoning = request.separate_reasoning is not False
     form = encoder.call_form if tools else encoder.form
     if form is None or not (tools or splits_reasoning):
         return None
-    is_thinking = _has_opened(form, prompt)
+    is_thinking = _has_opened(form, prompt, begun)
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
 
     def make_parser() -> OutputParser:
@@ -83,7 +88,11 @@ def plan_parsing(
 
 
 def plan_grammar(
-    context: ServerContext, request: ChatRequest, prompt: str, tools: Sequence[Tool]
+    context: ServerContext,
+    request: ChatRequest,
+    prompt: str,
+    tools: Sequence[Tool],
+    begun: str = "",
 ) -> str:
     """Return the grammar that answers to a prompt must match; empty if they are free.
 
@@ -92,6 +101,7 @@ def plan_grammar(
         request: request with a response format, a choice of tool, or strict tools.
         prompt: rendered prompt.
         tools: tools that may be called.
+        begun: text of the final message, if the answer continues it.
 
     Raises:
         ConfigError: a grammar does not compile, or a tool does not exist.
@@ -118,7 +128,7 @@ def plan_grammar(
         grammar = calls
     if not grammar:
         return ""
-    return _allow_reasoning(context.encoder, prompt, grammar, is_calls=is_forced)
+    return _allow_reasoning(context.encoder, prompt, begun, grammar, is_calls=is_forced)
 
 
 def _is_forced(request: ChatRequest) -> bool:
@@ -176,12 +186,19 @@ def _write_tool_grammar(
         raise ConfigError("server.plan_grammar", f"tools: {error}", field="tools") from error
 
 
-def _has_opened(form: OutputFormat, prompt: str) -> bool:
-    """Return True if the end of a prompt opens the reasoning of its answer."""
-    return form.think is not None and prompt.rstrip().endswith(form.think[0].rstrip())
+def _has_opened(form: OutputFormat, prompt: str, begun: str) -> bool:
+    """Return True if the end of a prompt opens the reasoning of its answer, or if the text that the
+    answer continues is reasoning that has not ended.
+    """
+    if form.think is None:
+        return False
+    open_mark, close_mark = (mark.strip() for mark in form.think)
+    return prompt.rstrip().endswith(open_mark) or begun.rfind(open_mark) > begun.rfind(close_mark)
 
 
-def _allow_reasoning(encoder: PromptEncoder, prompt: str, grammar: str, *, is_calls: bool) -> str:
+def _allow_reasoning(
+    encoder: PromptEncoder, prompt: str, begun: str, grammar: str, *, is_calls: bool
+) -> str:
     """Return a grammar that allows reasoning first, and then what ``grammar`` allows."""
     form, literal = encoder.form, partial(write_literal, encoder.tokenizer)
     if form is not None and form.is_harmony:
@@ -192,7 +209,7 @@ def _allow_reasoning(encoder: PromptEncoder, prompt: str, grammar: str, *, is_ca
     if form is None or form.think is None:
         return grammar
     open_mark, close_mark = (mark.strip() for mark in form.think)
-    if _has_opened(form, prompt):
+    if _has_opened(form, prompt, begun):
         begin, think = "think", ""
     elif encoder.may_think and not prompt.rstrip().endswith(close_mark):
         begin, think = "think?", f"{literal(open_mark)} "
