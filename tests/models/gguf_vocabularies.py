@@ -9,8 +9,11 @@ import gguf
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
-def byte_level(path: Path, pre: str, **ids: int) -> Callable[[gguf.GGUFWriter], None]:
-    """Return what adds a byte-level BPE; ``ids`` are of special tokens, by name."""
+def byte_level(path: Path, pre: str | None, **ids: int) -> Callable[[gguf.GGUFWriter], None]:
+    """Return what adds a byte-level BPE; ``ids`` are of special tokens, by name.
+
+    ``pre`` names the splitting of text; None: the file does not say.
+    """
     document = json.loads(path.read_text(encoding="utf-8"))
     model, added = document["model"], document["added_tokens"]
     vocabulary = model["vocab"] | {token["content"]: token["id"] for token in added}
@@ -19,7 +22,8 @@ def byte_level(path: Path, pre: str, **ids: int) -> Callable[[gguf.GGUFWriter], 
 
     def add(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(pre)
+        if pre is not None:
+            writer.add_tokenizer_pre(pre)
         writer.add_token_list(tokens)
         writer.add_token_types([kinds.get(token, NORMAL) for token in tokens])
         writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in model["merges"]])

@@ -142,7 +142,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of parameters that computing one token uses: without experts that it is not routed
     to."""
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-text ids of ``config.json``, then of ``generation_config.json``."""
+    """End-of-text ids of ``config.json``, then of ``generation_config.json`` and the tokenizer."""
     bos_token_id: int | None = None
     pad_token_id: int | None = None
 

@@ -125,6 +125,7 @@ def _list_vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Value], str]:
         tokenizer.backend,
         tokenizer.special_tokens,
         tokenizer.chat_template,
+        tokenizer.tool_template,
         checkpoint.config.vocab_size,
     )
     if made is not None:

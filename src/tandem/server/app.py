@@ -201,6 +201,7 @@ def _make_encoder(config: ServerConfig, tokenizer: Tokenizer) -> PromptEncoder:
         template = ChatTemplate(
             tokenizer.chat_template,
             tokenizer.special_tokens,
+            tool_source=tokenizer.tool_template,
             timeout_s=config.template_timeout_s,
             # A rendered prompt longer than four bodies of the largest size comes from a template
             # that loops without end.
@@ -213,7 +214,8 @@ def _make_encoder(config: ServerConfig, tokenizer: Tokenizer) -> PromptEncoder:
 def _find_form(config: ServerConfig, tokenizer: Tokenizer) -> OutputFormat | None:
     name = config.output_format
     if name == "auto":
-        name = detect_format(tokenizer.chat_template or "") or "none"
+        sources = [source or "" for source in (tokenizer.tool_template, tokenizer.chat_template)]
+        name = next(filter(None, map(detect_format, sources)), "none")
     elif name != "none" and name not in FORMATS:
         known = ", ".join(FORMATS)
         what = f"output_format {name!r} is not known: use auto, none, {known}"

@@ -183,7 +183,9 @@ def write_tokenizer(folder: Path, *, pattern: str = QWEN2[0]) -> None:
     backend.train_from_iterator(["hello world, hello there", "the thing and the other"], trainer)
     backend.add_special_tokens([AddedToken("<|im_end|>", special=True)])
     backend.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"}
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}"}
+    named = [{"name": name, "template": source} for name, source in templates.items()]
+    settings = {"eos_token": "<|im_end|>", "chat_template": named}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -222,7 +224,10 @@ def test_a_model_is_itself_as_gguf(family, checkpoint, tmp_path, open_session):
     text = "hello THERE's 1234 things\n\n  and the rest<|im_end|>"
     assert found.backend.encode(text).ids == original.encode(text).ids
     assert found.special_tokens == {"eos_token": "<|im_end|>"}
-    assert found.chat_template == "{{ messages[0].content }}"
+    assert (found.chat_template, found.tool_template) == (
+        "{{ messages[0].content }}",
+        "{{ tools }}",
+    )
 
 
 def test_a_tokenizer_that_llama_cpp_does_not_know_is_left_out(checkpoint, tmp_path):

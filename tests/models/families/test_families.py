@@ -55,10 +55,14 @@ def test_spec_of_a_checkpoint(model_type, changes, make_config, tmp_path):
     assert spec.eos_token_ids == (2,)
 
 
-def test_generation_config_adds_end_ids(checkpoint):
+def test_generation_config_and_tokenizer_add_end_ids(checkpoint):
     folder = checkpoint("llama")
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert describe_model(folder).eos_token_ids == (2, 7)
+    listed = {"9": {"content": "<|end|>"}}
+    settings = {"eos_token": {"content": "<|end|>"}, "added_tokens_decoder": listed}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert describe_model(folder).eos_token_ids == (2, 7, 9)
 
 
 def test_dtype_is_chosen_by_size_and_says_why(checkpoint, edit_config):

@@ -232,7 +232,12 @@ def test_special_tokens_and_template_come_along(trained, tmp_path):
         tmp_path / "x.gguf",
         byte_level(path, "gpt-2", bos=1, eos=0, pad=0),
         lambda writer: writer.add_add_bos_token(True),
-        lambda writer: writer.add_chat_template("{{ messages }}"),
+        lambda writer: writer.add_chat_template(
+            [
+                {"name": "default", "template": "{{ messages }}"},
+                {"name": "tool_use", "template": "{{ tools }}"},
+            ]
+        ),
     )
     for place in (file, tmp_path):
         loaded = load_tokenizer(place)
@@ -241,10 +246,19 @@ def test_special_tokens_and_template_come_along(trained, tmp_path):
             "eos_token": "<|endoftext|>",
             "pad_token": "<|endoftext|>",
         }
-        assert loaded.chat_template == "{{ messages }}"
+        assert (loaded.chat_template, loaded.tool_template) == ("{{ messages }}", "{{ tools }}")
         assert loaded.encode("hi")[0] == 1
         assert loaded.encode("hi", add_special_tokens=False)[0] != 1
         assert loaded.decode([1, 0], skip_special_tokens=True) == ""
+
+
+def test_a_file_that_does_not_say_how_text_is_split_is_warned_of(trained, tmp_path, caplog):
+    path = trained(None)
+    for pre, names in (("gpt-2", []), (None, ["x.gguf"])):
+        caplog.clear()
+        load_gguf_tokenizer(write(tmp_path / "x.gguf", byte_level(path, pre)))
+        assert [name for r in caplog.records for name in names if name in r.getMessage()] == names
+        assert len(caplog.records) == len(names)
 
 
 def test_files_of_the_folder_go_before_the_metadata(trained, tmp_path):

@@ -192,6 +192,29 @@ def test_completion_logprobs_with_echo(client, server, tokenizer):
     assert found.text_offset[-1] == len("the cat sat") - len(found.tokens[-1])
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_offsets_are_those_of_the_text(client, server, tokenizer, echo):
+    """Also of characters of several tokens, of special tokens, and of those that have no text."""
+    prompt, answer = "世😀<|im_start|>a", "é, 世界 😀!<|im_end|>z"
+    server.engine.answer = tokenizer.encode(answer)
+    reply = client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=50, echo=echo, logprobs=1
+    )
+    choice = reply.choices[0]
+    assert choice.text == (prompt if echo else "") + answer.replace("<|im_end|>", "")
+    found = choice.logprobs
+    shown = [
+        (token, offset)
+        for token, offset in zip(found.tokens, found.text_offset, strict=True)
+        if "\ufffd" not in token and token not in ("<|im_end|>", "<|endoftext|>")
+    ]
+    assert len(shown) > 4
+    for token, offset in shown:
+        assert choice.text.startswith(token, offset), (token, offset)
+    assert found.text_offset == sorted(found.text_offset)
+    assert found.text_offset[-1] == len(choice.text)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_end_of_text_right_after_the_prompt_has_its_entry(client, server, tokenizer, is_stream):
     """lm-eval cuts the last entry off: with one too few it would lose a token of the prompt."""

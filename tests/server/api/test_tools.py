@@ -5,12 +5,19 @@ Method: real servers over the fake engine, which answers with texts as models wr
 
 import json
 
+import msgspec
 import openai
 import pytest
 from fake_engine import FakeEngine, make_info
 from serving import LiveServers
 from vocabularies import CALL, CHAT_TEMPLATE, TOOL_TEMPLATE, make_byte_level_tokenizer
 
+from each import each
+from tandem.server.api.messages import plain_messages
+from tandem.server.outputs.formats import FORMATS
+from tandem.server.protocol.openai import InputMessage
+
+TEXT_FORM = next(form for form in FORMATS.values() if form.has_text_arguments)
 TOOLS = [
     {
         "type": "function",
@@ -49,6 +56,32 @@ def ask(live):
 
         ask.prompt = lambda: tokenizer.decode(live.engine.requests[-1].prompt_ids)
         yield ask
+
+
+@each(
+    ("arguments", "written"),
+    [
+        (None, {}),
+        ([], {}),
+        ("", {}),
+        ("null", {}),
+        (" [] ", {}),
+        ({"city": "Bern"}, {"city": "Bern"}),
+        ('{"city": "Bern"}', {"city": "Bern"}),
+        ('{"city": "Be', {"partial_json": '{"city": "Be'}),
+        ("7", {"partial_json": "7"}),
+    ],
+)
+def test_arguments_of_earlier_calls_are_objects_for_templates(arguments, written):
+    """They iterate over them; a model whose template takes text gets what was written."""
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = msgspec.convert({"role": "assistant", "tool_calls": [call]}, InputMessage)
+    for form, expected in (
+        (FORMATS["qwen"], written),
+        (TEXT_FORM, written.get("partial_json", json.dumps(written))),
+    ):
+        [plain] = plain_messages([message], form)
+        assert plain["tool_calls"][0]["function"]["arguments"] == expected
 
 
 def test_call_whole(ask):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import msgspec
 import pytest
@@ -49,6 +50,28 @@ def render(source: str, **arguments) -> str:
 )  # fmt: skip
 def test_forms_of_real_templates(source, expected):
     assert render(source, enable_thinking=True) == expected
+
+
+def test_tools_have_a_template_of_their_own():
+    template = ChatTemplate("plain", {}, tool_source="{{ tools[0] }}", timeout_s=60.0)
+    try:
+        assert template.render(MESSAGES, {}) == "plain"
+        assert template.render(MESSAGES, {"tools": ["a tool"]}) == "a tool"
+        assert template.render(MESSAGES, {"tools": []}) == "plain"
+    finally:
+        template.close()
+
+
+def test_the_date_is_that_of_the_time_zone(monkeypatch):
+    """Its process has no environment, so the zone comes with each conversation."""
+    try:
+        for zone, offset in (("XYZ-05:45", "+0545"), ("ABC+11", "-1100")):
+            monkeypatch.setenv("TZ", zone)
+            time.tzset()
+            assert render("{{ strftime_now('%Z %z') }}") == f"{zone[:3]} {offset}"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_large_integer_reaches_the_template():

@@ -3,10 +3,13 @@
 import json
 
 import pytest
+from tokenizers import decoders
 from vocabularies import CHAT_TEMPLATE, make_byte_level_tokenizer
 
+from each import each
 from tandem.core.errors import ConfigError, TandemError
-from tandem.models.tokenizing.tokenizer import load_tokenizer
+from tandem.models.tokenizing.settings import find_end_id
+from tandem.models.tokenizing.tokenizer import Tokenizer, load_tokenizer
 from tandem.server.api.sampling import choice_seed
 
 TEXT = "the cat, 世界 😀\n<|im_end|>"
@@ -92,9 +95,51 @@ def test_templates_and_special_tokens_in_all_their_forms(folder):
     )
     loaded = load_tokenizer(folder)
     assert loaded.special_tokens == {"eos_token": "<|im_end|>"}
-    assert loaded.chat_template == "plain"
+    assert (loaded.chat_template, loaded.tool_template) == ("plain", "tools")
     (folder / "chat_template.jinja").write_text("from a file")
-    assert load_tokenizer(folder).chat_template == "from a file"
+    loaded = load_tokenizer(folder)
+    assert (loaded.chat_template, loaded.tool_template) == ("from a file", "tools")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools from a file")
+    assert load_tokenizer(folder).tool_template == "tools from a file"
+
+
+def test_special_tokens_of_the_older_file(folder):
+    """It counts unless the newer file lists the added tokens, as at transformers."""
+    transformers = pytest.importorskip("transformers")
+    write(folder, "special_tokens_map.json", bos_token={"content": "<|im_start|>"}, x_token="y")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_end|>"}
+    listed = {"0": {"content": "<|endoftext|>", "special": True}}
+    for more in ({}, {"added_tokens_decoder": listed}):
+        write(folder, "tokenizer_config.json", **settings, **more)
+        theirs = transformers.AutoTokenizer.from_pretrained(str(folder))
+        assert load_tokenizer(folder).special_tokens["bos_token"] == theirs.bos_token
+    assert theirs.bos_token == "<|im_end|>"
+
+
+def test_the_end_token_is_found_in_each_of_the_files(folder):
+    assert find_end_id(folder) is None
+    write(folder, "special_tokens_map.json", eos_token="<|im_end|>")
+    assert find_end_id(folder) == 2
+    listed = {"7": {"content": "<|end|>"}, "8": {"content": "x"}}
+    write(folder, "tokenizer_config.json", eos_token="<|end|>", added_tokens_decoder=listed)
+    assert find_end_id(folder) == 7
+
+
+@each("decoder", ["ByteLevel", "Sequence", "Fuse"])
+def test_added_tokens_of_a_byte_level_vocabulary_are_their_texts(decoder):
+    """Also where all their characters stand for bytes in the vocabulary's alphabet (ï is 0xEF), and
+    whatever steps follow the decoder of bytes; unless the model has the token (Ġ, a space), too.
+    """
+    backend = make_byte_level_tokenizer().backend
+    backend.add_tokens(["naïve", "<｜Ende｜>", "Ġ"])
+    steps = [decoders.ByteLevel(), *([decoders.Fuse()] if decoder == "Fuse" else [])]
+    backend.decoder = steps[0] if decoder == "ByteLevel" else decoders.Sequence(steps)
+    tokenizer = Tokenizer(backend)
+    text = "a naïve<｜Ende｜> 世 ÿ"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
 
 
 def test_a_broken_folder_is_named(folder, tmp_path_factory):

@@ -29,6 +29,7 @@ from tandem.models.planning.quantization import (
     take_modelopt,
 )
 from tandem.models.sources.foreign import refuse_foreign_files
+from tandem.models.tokenizing.settings import find_end_id
 
 __all__ = [
     "LAYER_TYPES",
@@ -94,7 +95,7 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
     """
     path = resolve_folder(path_or_id)
     refuse_foreign_files(path)
-    folder, raw, generation = _read_config(path)
+    folder, raw, ends = _read_config(path)
     raw = take_decoder(raw)
     family = _check_family(raw)
     quantization = _check_quantization(raw, family)
@@ -102,30 +103,30 @@ def open_checkpoint(path_or_id: str | Path) -> Checkpoint:
     _check_config(config, family, raw)
     is_local = Path(path_or_id).expanduser().exists()
     name = folder.resolve().name.removesuffix(".gguf") if is_local else str(path_or_id)
-    spec = _make_spec(name, config, family, generation)
+    spec = _make_spec(name, config, family, ends)
     return Checkpoint(folder, config, spec, quantization)
 
 
-def _read_config(path: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Return the weights' place, the configuration, and the generation configuration.
+def _read_config(path: Path) -> tuple[Path, dict[str, Any], list[int]]:
+    """Return the weights' place, the configuration, and the ids that end a text by other files.
 
     A folder's own files have precedence over the metadata of a GGUF file in it.
     """
     config = path / "config.json"
     if path.is_dir() and config.is_file():
-        generation = path / "generation_config.json"
         raw: dict[str, Any] = _restore_floats(read_json(config))
         other = path / MODELOPT_FILE
         if other.is_file() and raw.get("quantization_config") is None:
             raw["quantization_config"] = take_modelopt(read_json(other))
-        return path, raw, read_json(generation) if generation.exists() else {}
+        return path, raw, list_ends(path)
     from tandem.models.gguf.config import read_gguf_config
     from tandem.models.sources.gguf_files import find_gguf
 
     file = find_gguf(path)
     if file is None:
-        return path, read_json(config), {}
-    return file, *read_gguf_config(file)
+        return path, read_json(config), []
+    raw, ends = read_gguf_config(file)
+    return file, raw, ends + (list_ends(path) if path.is_dir() else [])
 
 
 FLOAT_KEY = "__float__"
@@ -143,6 +144,18 @@ def _restore_floats(value: Any) -> Any:
     if value.keys() == {FLOAT_KEY} and value[FLOAT_KEY] in ("Infinity", "-Infinity", "NaN"):
         return float(value[FLOAT_KEY])
     return {key: _restore_floats(item) for key, item in value.items()}
+
+
+def list_ends(folder: Path) -> list[int]:
+    """Return the ids that end a text by the files beside a folder's ``config.json``: those of
+    ``generation_config.json``, then the tokenizer's own.
+
+    Raises: CorruptionError or ConfigError (a file does not parse).
+    """
+    path = folder / "generation_config.json"
+    ends = _as_ids(read_json(path).get("eos_token_id")) if path.is_file() else []
+    own = find_end_id(folder)
+    return ends if own is None else [*ends, own]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -470,11 +483,11 @@ def _as_ids(value: object) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
-def _make_spec(name: str, config: Any, family: Family, generation: dict[str, Any]) -> ModelSpec:
+def _make_spec(name: str, config: Any, family: Family, ends: list[int]) -> ModelSpec:
     stored = str(config.dtype or "float32").removeprefix("torch.")
     if stored not in DTYPE_BYTES:
         raise _refuse(f"dtype {stored!r}: known are {', '.join(DTYPE_BYTES)}", "dtype")
-    eos = dict.fromkeys(_as_ids(config.eos_token_id) + _as_ids(generation.get("eos_token_id")))
+    eos = dict.fromkeys(_as_ids(config.eos_token_id) + ends)
     return ModelSpec(
         name=name,
         model_type=family.model_type,

@@ -71,8 +71,8 @@ def make_config(
     return config
 
 
-def read_gguf_config(path: Path) -> tuple[Config, Config]:
-    """Return a GGUF file's equivalents of config.json and generation_config.json.
+def read_gguf_config(path: Path) -> tuple[Config, list[int]]:
+    """Return a GGUF file's equivalent of config.json, and the ids that end a text.
 
     Raises: the errors of ``make_config`` and ``GgufFiles.open``.
     """
@@ -80,7 +80,7 @@ def read_gguf_config(path: Path) -> tuple[Config, Config]:
     names = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
     factors = {name: files.read_floats(name) for name in names if name in files.tensors}
     ends = find_end_tokens(files.metadata, files.architecture)
-    return make_config(files.metadata, files.tensors, factors), {"eos_token_id": ends}
+    return make_config(files.metadata, files.tensors, factors), ends
 
 
 def _list_common(facts: Facts) -> Config:

@@ -7,6 +7,7 @@ with merges. llama.cpp identifies the splitting of text before BPE by a name,
 name. An unknown name is refused, since another pattern gives other tokens.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,14 @@ from tandem.models.sources.gguf_header import Value
 
 __all__ = ["GgufTokenizer", "build_tokenizer", "find_end_tokens", "load_gguf_tokenizer"]
 
+_logger = logging.getLogger(__name__)
+
 WHERE = "tokenizer.load"
 PREFIX = "tokenizer.ggml."
+TEMPLATE_KEY = "tokenizer.chat_template"
+TOOL_TEMPLATE_KEY = f"{TEMPLATE_KEY}.tool_use"
+TEMPLATE_NAMES_KEY = "tokenizer.chat_templates"
+"""Key of the list of the names of further templates."""
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Token types that are not produced by merges."""
@@ -151,6 +158,8 @@ class GgufTokenizer:
     special_tokens: dict[str, str]
     """Special tokens by name, such as ``{"bos_token": "<s>"}``."""
     chat_template: str | None
+    tool_template: str | None
+    """Chat template for conversations with tools; None: there is no other."""
 
 
 def load_gguf_tokenizer(path: Path) -> GgufTokenizer:
@@ -184,6 +193,14 @@ def build_tokenizer(metadata: Mapping[str, Value], name: str) -> GgufTokenizer:
         )
     try:
         backend = make(metadata, tokens)
+        if kind == "gpt2" and f"{PREFIX}pre" not in metadata:
+            _logger.warning(
+                "event=gguf_splitting_unknown file=%s note=%r",
+                name,
+                f"the file does not say how text is split ({PREFIX}pre): if the model was trained "
+                "otherwise, prompts become other tokens; convert it anew, or name a folder that "
+                "holds its tokenizer.json beside it",
+            )
         _add_tokens(backend, metadata, tokens)
         special = _find_special(metadata, tokens)
         _frame(backend, metadata, special, is_sentencepiece=kind != "gpt2")
@@ -194,11 +211,13 @@ def build_tokenizer(metadata: Mapping[str, Value], name: str) -> GgufTokenizer:
         # lacks.
         text = f"the tokenizer of {name} cannot be built: {error}"
         raise ConfigError(WHERE, text) from error
-    template = metadata.get("tokenizer.chat_template")
+    template = metadata.get(TEMPLATE_KEY)
+    tool_template = metadata.get(TOOL_TEMPLATE_KEY)
     return GgufTokenizer(
         backend,
         {f"{key}_token": tokens[token_id] for key, token_id in special.items()},
         template if isinstance(template, str) else None,
+        tool_template if isinstance(tool_template, str) else None,
     )
 
 

@@ -17,6 +17,9 @@ from tandem.models.gguf.tokenizer import (
     CONTROL,
     PREFIX,
     SPLITTINGS,
+    TEMPLATE_KEY,
+    TEMPLATE_NAMES_KEY,
+    TOOL_TEMPLATE_KEY,
     USER_DEFINED,
     build_tokenizer,
 )
@@ -44,6 +47,7 @@ def make_vocabulary(
     backend: tokenizers.Tokenizer,
     special: dict[str, str],
     template: str | None,
+    tool_template: str | None,
     size: int,
 ) -> dict[str, Value] | None:
     """Return the tokenizer's metadata; None if metadata cannot describe it.
@@ -52,6 +56,7 @@ def make_vocabulary(
         backend: the model's tokenizer.
         special: special tokens, such as ``{"eos_token": "</s>"}``.
         template: chat template; None: none.
+        tool_template: chat template for conversations with tools; None: no other.
         size: rows of the embedding, of which some may have no token.
     """
     document = json.loads(backend.to_str())
@@ -64,7 +69,10 @@ def make_vocabulary(
         if token_id is not None:
             metadata[f"{PREFIX}{key}_token_id"] = token_id
     if template is not None:
-        metadata["tokenizer.chat_template"] = template
+        metadata[TEMPLATE_KEY] = template
+    if tool_template is not None:
+        metadata[TEMPLATE_NAMES_KEY] = ["tool_use"]
+        metadata[TOOL_TEMPLATE_KEY] = tool_template
     for form in _list_forms(model, metadata):
         if _encodes_alike(backend, form):
             return form

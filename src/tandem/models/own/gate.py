@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.spec import DTYPE_BYTES, ModelSpec
-from tandem.models.families.gate import Checkpoint, read_json
+from tandem.models.families.gate import Checkpoint, list_ends, read_json
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.sources.foreign import refuse_foreign_files
 
@@ -71,9 +71,8 @@ def open_own(path_or_id: str | Path) -> Checkpoint:
         raise ConfigError(WHERE, f"config.json is not valid: {text}") from error
     is_local = Path(path_or_id).expanduser().exists()
     name = folder.resolve().name if is_local else str(path_or_id)
-    generation = folder / "generation_config.json"
-    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    return Checkpoint(folder, config, _make_spec(name, config, names[0], eos))
+    spec = _make_spec(name, config, names[0], list_ends(folder))
+    return Checkpoint(folder, config, spec)
 
 
 def find_class(config: Any) -> Any:
@@ -95,12 +94,12 @@ def _list_classes() -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def _make_spec(name: str, config: Any, architecture: str, eos: object) -> ModelSpec:
+def _make_spec(name: str, config: Any, architecture: str, ends: list[int]) -> ModelSpec:
     text = config.get_text_config(decoder=True)
     stored = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     hidden = _find(text, ("hidden_size", "d_model", "n_embd", "emb_dim"), 1)
     heads = _find(text, ("num_attention_heads", "decoder_attention_heads", "n_heads"), 1)
-    ends = [*_list_ids(getattr(text, "eos_token_id", None)), *_list_ids(eos)]
+    ends = [*_list_ids(getattr(text, "eos_token_id", None)), *ends]
     return ModelSpec(
         name=name,
         model_type=config.model_type,

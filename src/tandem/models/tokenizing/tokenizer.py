@@ -20,6 +20,7 @@ from tandem.models.gguf.tokenizer import load_gguf_tokenizer
 from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.tokenizing import tiktoken_file
 from tandem.models.tokenizing.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from tandem.models.tokenizing.settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE, read_settings
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -40,6 +41,8 @@ class Tokenizer:
         special_tokens: special tokens, such as ``{"bos_token": "<s>"}``, visible to the chat
             template.
         chat_template: jinja2 source, or None if the checkpoint has none.
+        tool_template: source of the template for conversations with tools; None: there is no
+            other.
     """
 
     def __init__(
@@ -48,18 +51,22 @@ class Tokenizer:
         *,
         special_tokens: dict[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
         self.special_tokens = special_tokens if special_tokens is not None else {}
         self.chat_template = chat_template
+        self.tool_template = tool_template
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         """Ids of tokens that are not text, such as the ends of turns."""
-        self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-        self._has_byte_fallback = "ByteFallback" in repr(backend.decoder)
+        self._added_ids = frozenset(added)
+        steps = _list_steps(backend.decoder)
+        self._is_byte_level = "ByteLevel" in steps and set(steps) <= {"ByteLevel", "Fuse"}
+        self._has_byte_fallback = "ByteFallback" in steps
         self._byte_of = _byte_alphabet()
         self.token_bytes = lru_cache(maxsize=2**18)(self._find_bytes)
         """Cached function that returns the bytes of a token id; in a vocabulary of texts, the UTF-8
@@ -153,12 +160,48 @@ class Tokenizer:
             # As in the tokenizers library's decoder, a token with a character outside the byte
             # alphabet stands for its own text.
             try:
-                return bytes([self._byte_of[char] for char in token])
+                spelled = bytes([self._byte_of[char] for char in token])
             except KeyError:
                 return token.encode()
+            return token.encode() if self._is_plain(token_id, token, spelled) else spelled
         if self._has_byte_fallback and (byte := _raw_byte(token)) is not None:
             return byte
         return token.replace("\u2581", " ").encode()
+
+    def _is_plain(self, token_id: int, token: str, spelled: bytes) -> bool:
+        """Return True if a token of a byte-level vocabulary is an added one, whose name is its text
+        and not in the alphabet of bytes.
+
+        Args:
+            token_id: id of the token.
+            token: name of the token.
+            spelled: bytes that the name spells in the alphabet.
+        """
+        if token.isascii() or token_id not in self._added_ids:
+            return False
+        if self._backend.model.token_to_id(token) != token_id:
+            return True
+        # It is a token of the model as well, which merges may make of bytes.
+        return len(token) > 1 and not _is_text(spelled)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _list_steps(decoder: decoders.Decoder | None) -> list[str]:
+    """Return the kinds of a decoder's steps, those of sequences within it in place."""
+
+    def list_kinds(stated: dict[str, Any]) -> list[str]:
+        if stated["type"] != "Sequence":
+            return [stated["type"]]
+        return [kind for step in stated["decoders"] for kind in list_kinds(step)]
+
+    return [] if decoder is None else list_kinds(json.loads(decoder.__getstate__()))
 
 
 def _raw_byte(token: str) -> bytes | None:
@@ -204,9 +247,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
                 found.backend,
                 special_tokens=found.special_tokens,
                 chat_template=found.chat_template,
+                tool_template=found.tool_template,
             )
-    settings = _read_json(folder / "tokenizer_config.json")
-    special = {name: _token_text(value) for name, value in settings.items() if _is_token(name)}
+    settings = read_settings(folder)
     path = folder / "tokenizer.json"
     if path.exists():
         try:
@@ -215,13 +258,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
             raise ConfigError("tokenizer.load", f"{path} cannot be read: {error}") from error
     elif (folder / tiktoken_file.FILE_NAME).exists():
         alphabet = {byte: char for char, byte in _byte_alphabet().items()}
-        backend = tiktoken_file.build_tokenizer(folder, settings, alphabet)
+        backend = tiktoken_file.build_tokenizer(folder, settings.raw, alphabet)
     else:
         backend = _convert_tokenizer(folder)
     return Tokenizer(
         backend,
-        special_tokens={name: text for name, text in special.items() if text},
-        chat_template=_find_template(folder, settings),
+        special_tokens=settings.special_tokens,
+        chat_template=settings.templates.get(DEFAULT_TEMPLATE),
+        tool_template=settings.templates.get(TOOL_TEMPLATE),
     )
 
 
@@ -249,39 +293,3 @@ def _convert_tokenizer(folder: Path) -> tokenizers.Tokenizer:
             f"{type(loaded).__name__} in {folder} has no fast form: add a tokenizer.json",
         )
     return backend
-
-
-def _find_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        # A list holds several named templates; the one called "default" is used for plain
-        # conversations.
-        by_name = {entry.get("name"): entry.get("template") for entry in template}
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
-
-
-def _is_token(name: str) -> bool:
-    return name.endswith("_token") and not name.startswith("add_")
-
-
-def _token_text(value: object) -> str:
-    """Return a special token's text, which files store as a string or as an object."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else ""
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError("tokenizer.load", f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError("tokenizer.load", f"{path} is not a JSON object")
-    return document

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.models.tokenizing.schemas.json_text import parse_json
+from tandem.server.outputs.deltas import read_arguments
 from tandem.server.outputs.formats import OutputFormat
 from tandem.server.protocol.openai import InputCall, InputMessage, Tool
 
@@ -53,9 +53,7 @@ def plain_messages(
             entry["reasoning_content"] = reasoning
         if calls:
             names |= {call.id: call.function.name for call in calls if call.id is not None}
-            written = [_plain_call(call) for call in calls]
-            if form.has_text_arguments:
-                written = [_give_text(call) for call in written]
+            written = [_plain_call(call, as_text=form.has_text_arguments) for call in calls]
             if knows_tools:
                 entry["tool_calls"] = written
             else:
@@ -92,31 +90,31 @@ def tell_tools(plain: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> 
         plain.insert(0, {"role": "system", "content": text})
 
 
-def _plain_call(call: InputCall) -> dict[str, Any]:
-    function = call.function
-    # Arguments that are not a JSON object (a call cut off at the token limit, say) are passed to
-    # the template as the text that they are.
-    arguments: Any = function.arguments
-    try:
-        decoded = parse_json(arguments) if arguments.strip() else {}
-        arguments = decoded if isinstance(decoded, dict) else arguments
-    except ValueError:
-        pass
+def _plain_call(call: InputCall, *, as_text: bool) -> dict[str, Any]:
+    given = call.function.arguments
+    arguments = _read_given(given)
+    if as_text:
+        is_cut = arguments == {"partial_json": given}
+        arguments = given if is_cut else json.dumps(arguments, ensure_ascii=False)
     entry: dict[str, Any] = {
         "type": "function",
-        "function": {"name": function.name, "arguments": arguments},
+        "function": {"name": call.function.name, "arguments": arguments},
     }
     if call.id is not None:
         entry["id"] = call.id
     return entry
 
 
-def _give_text(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return call | {"function": function | {"arguments": arguments}}
+def _read_given(given: str | dict[str, Any] | list[Any] | None) -> dict[str, Any]:
+    """Return the arguments of an earlier call as an object, which is what templates iterate over.
+
+    No arguments are written in many ways: as nothing, null or an empty list, itself or as JSON. A
+    text that is no object (a call cut off at the token limit) becomes the object that Anthropic's
+    answers have in its place.
+    """
+    if isinstance(given, str):
+        return {} if given.strip() in ("", "null", "[]") else read_arguments(given)
+    return given if isinstance(given, dict) else {}
 
 
 def _write_call(call: dict[str, Any]) -> str:

@@ -152,9 +152,10 @@ class PromptEncoder:
         self.threads = threads
         self.form = form
         self._template = template
-        self._knows_tools = template is not None and "tools" in template.source
+        self._knows_tools = template is not None and "tools" in template.tool_source
         think = form.think if form is not None else None
-        self.may_think = think is not None and template is not None and think[1] in template.source
+        sources = [] if template is None else [template.source, template.tool_source]
+        self.may_think = think is not None and any(think[1] in source for source in sources)
         """True if the template mentions the marks of reasoning, so that the model may write some
         unasked."""
         marks = self.call_form.marks

@@ -22,6 +22,7 @@ from tandem.server.dialects.options import (
     read_options,
 )
 from tandem.server.dialects.usage import (
+    TextOffsets,
     add_completion_logprobs,
     check_prompt_logprobs,
     count_usage,
@@ -52,7 +53,8 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
     """
     choices: list[CompletionChoice]
     """Choices by index, filled by ``add``."""
-    offsets: list[int]
+    offsets: list[TextOffsets | None]
+    """By choice: count of the characters of its text; None before its first log-probability."""
     has_begun: list[bool]
 
     def measure(self, generation: Generation, piece: Piece) -> int:
@@ -116,19 +118,28 @@ class _Answer(OpenAIAnswer[CompletionRequest]):
             return None
         lists = CompletionLogprobs()
         tokenizer = self.context.encoder.tokenizer
-        offset = self.offsets[generation.index]
+        prompt_ids = generation.request.prompt_ids
+        echo = "" if self.echoes is None else self.echoes[generation.index // self.n]
         if is_first and self.echoes is not None and generation.prompt_logprobs is not None:
-            offset = add_completion_logprobs(
+            add_completion_logprobs(
                 lists,
                 tokenizer,
                 generation.prompt_logprobs.unpack(),
-                generation.request.prompt_ids,
-                offset,
+                prompt_ids,
+                TextOffsets(tokenizer, tokenizer.detokenizer(), echo),
                 num_top,
             )
+        offsets = self.offsets[generation.index]
+        if offsets is None:
+            detokenizer = tokenizer.detokenizer(
+                skip_special_tokens=self.request.skip_special_tokens is not False,
+                context=prompt_ids[-8:],
+                is_exact=bool(generation.request.sampling.grammar),
+            )
+            offsets = TextOffsets(tokenizer, detokenizer, None, len(echo))
+            self.offsets[generation.index] = offsets
         ids = [entry.token_id for entry in piece.logprobs]
-        offset = add_completion_logprobs(lists, tokenizer, piece.logprobs, ids, offset, num_top)
-        self.offsets[generation.index] = offset
+        add_completion_logprobs(lists, tokenizer, piece.logprobs, ids, offsets, num_top)
         return lists
 
 
@@ -183,7 +194,7 @@ def plan_completion(context: ServerContext, request: CompletionRequest) -> Task:
         model,
         _make_echoes(context, prompts) if request.echo is True else None,
         [CompletionChoice(index, "") for index in range(len(plans))],
-        [0 for _ in plans],
+        [None for _ in plans],
         [False for _ in plans],
     )
     return Task(plans, options, answer, request.stream is True)

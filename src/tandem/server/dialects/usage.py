@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tandem.core.errors import UnsupportedError
 from tandem.core.wire import PromptLogprobs, TokenLogprob
+from tandem.models.tokenizing.detokenizer import Detokenizer
 from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.generation import Generation, Piece
 from tandem.server.protocol.openai import (
@@ -18,6 +19,7 @@ from tandem.server.protocol.openai import (
 )
 
 __all__ = [
+    "TextOffsets",
     "add_completion_logprobs",
     "check_prompt_logprobs",
     "count_piece_usage",
@@ -60,14 +62,47 @@ def make_chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -
     return ChatLogprobs(content)
 
 
+class TextOffsets:
+    """Counts the characters of a choice's text before each of its tokens.
+
+    The lengths of the tokens' own texts do not add up: several tokens may form one character, a
+    decoder may drop a space, and a special token may have no text.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        detokenizer: new detokenizer, as the one that makes the text; owned.
+        text: text that the tokens were made of, which has some of the special tokens; None: the
+            tokens are new, and only the detokenizer tells.
+        begin: number of characters before the first token.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, detokenizer: Detokenizer, text: str | None, begin: int = 0
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._text = text
+        self._num_chars = begin
+
+    def advance(self, token_id: int) -> int:
+        """Return the number of characters before the next token."""
+        begin = self._num_chars
+        if self._text is not None and token_id in self._tokenizer.special_ids:
+            name = self._tokenizer.token_name(token_id)
+            self._num_chars += len(name) * self._text.startswith(name, begin)
+        else:
+            self._num_chars += len(self._detokenizer.feed([token_id]))
+        return begin
+
+
 def add_completion_logprobs(
     target: CompletionLogprobs,
     tokenizer: Tokenizer,
     logprobs: Sequence[TokenLogprob | None],
     token_ids: Sequence[int],
-    offset: int,
+    offsets: TextOffsets,
     num_top: int,
-) -> int:
+) -> None:
     """Append tokens with log-probabilities to the parallel lists of a completion.
 
     Args:
@@ -75,16 +110,13 @@ def add_completion_logprobs(
         tokenizer: spells the tokens.
         logprobs: log-probabilities; None for a token without one, the first of a prompt.
         token_ids: ids of the tokens, as many as ``logprobs``.
-        offset: number of characters of text before them.
+        offsets: count of the characters before each of them.
         num_top: number of likeliest tokens that were asked for; ``logprobs`` may have more.
-
-    Returns: the number of characters of text after them.
     """
     for entry, token_id in zip(logprobs, token_ids, strict=True):
         text = tokenizer.token_text(token_id)
         target.tokens.append(text)
-        target.text_offset.append(offset)
-        offset += len(text)
+        target.text_offset.append(offsets.advance(token_id))
         if entry is None:
             target.token_logprobs.append(None)
             target.top_logprobs.append(None)
@@ -98,7 +130,6 @@ def add_completion_logprobs(
         }
         likeliest[text] = max(entry.logprob, likeliest.get(text, entry.logprob))
         target.top_logprobs.append(likeliest)
-    return offset
 
 
 def check_prompt_logprobs(num_top: int | None, *, is_stream: bool) -> None:

@@ -76,7 +76,7 @@ class OllamaCallFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The function that a tool call names, with its arguments."""
 
     name: fields.Name
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | None = None
     index: int | None = None
 
 

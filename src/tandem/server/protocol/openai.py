@@ -127,8 +127,8 @@ class InputFunction(msgspec.Struct):
     """The function that a tool call in an earlier answer names, with its arguments."""
 
     name: fields.Name
-    arguments: str = ""
-    """Arguments as the text of a JSON object."""
+    arguments: str | dict[str, Any] | Annotated[list[Any], Meta(max_length=0)] | None = ""
+    """Arguments as the text of a JSON object, or as an object; null or an empty list: none."""
 
 
 class InputCall(msgspec.Struct):

@@ -1,5 +1,6 @@
 """Rendering of conversations by the checkpoint's chat template, in separate processes."""
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ _WORKER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """The chat template of one checkpoint.
+    """The chat template of one checkpoint, and its template for conversations with tools, if that
+    is another.
 
     Args:
         source: jinja2 text, which is not trusted.
+        tool_source: text of the template for conversations with tools; None: the same.
         variables: variables of every rendering beside its own arguments, such as the special
             tokens.
         timeout_s: time limit of a rendering, seconds.
@@ -30,16 +33,19 @@ class ChatTemplate:
         source: str,
         variables: dict[str, str],
         *,
+        tool_source: str | None = None,
         timeout_s: float = 5.0,
         max_chars: int = 2**25,
         clock: Clock | None = None,
     ) -> None:
         self.source = source
         """Text of the chat template (Jinja)."""
+        self.tool_source = source if tool_source is None else tool_source
+        """Text of the template that renders conversations with tools."""
         self._variables = variables
         self._timeout_s = timeout_s
         self._max_chars = max_chars
-        first = msgspec.msgpack.encode(source)
+        first = msgspec.msgpack.encode([self.source, self.tool_source])
         self._processes = BoundedProcesses(_WORKER, first, "chat_template.render", clock)
 
     def start(self) -> None:
@@ -68,12 +74,16 @@ class ChatTemplate:
                 memory and output; field "messages".
             PeerLostError: the process did not answer in time, or ended; another try may do better.
         """
-        variables = {"messages": messages, "tools": None, "documents": None}
+        variables: dict[str, Any] = {"messages": messages, "tools": None, "documents": None}
         variables |= self._variables | arguments
+        # The process has no environment, so it does not know the time zone.
+        now = datetime.now().astimezone()
         try:
             # Arguments are passed on as JSON, the form they came in: msgpack cannot carry integers
             # of more than 64 bits.
-            message = msgspec.json.encode((variables, self._max_chars))
+            message = msgspec.json.encode(
+                (bool(variables["tools"]), variables, self._max_chars, now, now.tzname())
+            )
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 "chat_template.render",

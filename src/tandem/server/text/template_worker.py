@@ -2,8 +2,8 @@
 
 A template is untrusted code from the internet. jinja2's sandbox keeps it from Python's internals,
 and this process limits its memory and time: its address space is limited here, its parent kills it
-at the deadline, its environment is empty. The first frame is the template, in msgpack; the
-variables of a conversation are JSON.
+at the deadline, its environment is empty. The first frame has two templates, the second for
+conversations with tools, in msgpack; the variables of a conversation are JSON.
 """
 
 import datetime
@@ -42,13 +42,6 @@ def raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def strftime_now(form: str) -> str:
-    """Return the local time in the given format; templates write the date into the system
-    prompt.
-    """
-    return datetime.datetime.now().astimezone().strftime(form)
-
-
 def dump_json(value: Any, indent: int | None = None, **options: Any) -> str:
     """Return a value as plain JSON; jinja2's own filter would escape it for HTML."""
     kept = {k: options[k] for k in ("separators", "sort_keys") if k in options}
@@ -62,12 +55,23 @@ def compile_template(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = dump_json
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
     return environment.from_string(source)
 
 
-def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
-    """Return the rendered text. Raises an error as soon as it is longer than ``max_chars``."""
+def render(
+    template: jinja2.Template,
+    variables: dict[str, Any],
+    max_chars: int,
+    now: datetime.datetime,
+    zone: str,
+) -> str:
+    """Return the rendered text. Raises an error as soon as it is longer than ``max_chars``.
+
+    Templates write the date ``now`` into the system prompt, by ``strftime_now(format)``; ``zone``
+    is the name of its time zone.
+    """
+    now = now.replace(tzinfo=datetime.timezone(now.utcoffset() or datetime.timedelta(), zone))
+    variables = {"strftime_now": now.strftime} | variables
     parts: list[str] = []
     num_chars = 0
     for part in template.generate(**variables):
@@ -79,7 +83,7 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
 
 
 def main() -> None:
-    """Compile the template that the first frame brings, then render one conversation for each
+    """Compile the templates that the first frame brings, then render one conversation for each
     further frame.
     """
     limit_memory(MAX_MEMORY_BYTES)
@@ -87,7 +91,8 @@ def main() -> None:
     compiled: list[jinja2.Template] = []
 
     def compile_first(first: bytes) -> str:
-        compiled.append(compile_template(msgspec.msgpack.decode(first, type=str)))
+        sources = msgspec.msgpack.decode(first, type=list[str])
+        compiled.extend([compile_template(source) for source in sources])
         return ""
 
     frame = read_frame(source)
@@ -97,8 +102,10 @@ def main() -> None:
     reply = answer(lambda: compile_first(text))
     write_answer(target, reply)
     while compiled and (frame := read_frame(source)) is not None:
-        variables, max_chars = msgspec.json.decode(frame, type=tuple[dict[str, Any], int])
-        reply = answer(lambda v=variables, m=max_chars: render(compiled[0], v, m))
+        given = msgspec.json.decode(
+            frame, type=tuple[bool, dict[str, Any], int, datetime.datetime, str]
+        )
+        reply = answer(lambda g=given: render(compiled[g[0]], *g[1:]))
         write_answer(target, reply)
 
 
