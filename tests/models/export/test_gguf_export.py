@@ -23,9 +23,10 @@ from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.models.codecs.gguf_quantizers import QUANTIZED_TYPES, quantize_rows
 from tandem.models.export import export_checkpoint
 from tandem.models.gguf.mixtures import MIXTURES, ModelSizes, choose_types
-from tandem.models.gguf.tokenizer import QWEN2, load_gguf_tokenizer
+from tandem.models.gguf.tokenizer import load_gguf_tokenizer
 from tandem.models.gguf_export import export_gguf
 from tandem.models.planning.planner import plan_model
+from tandem.models.tokenizing.splittings import QWEN2
 
 FIXTURES = json.loads((Path(__file__).parents[1] / "fixtures" / "gguf_blocks.json").read_text())
 """Made by llama.cpp; see the script beside them."""

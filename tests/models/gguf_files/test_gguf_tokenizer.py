@@ -17,9 +17,10 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from transformers import GemmaTokenizer
 
 from tandem.core.errors import ConfigError, CorruptionError, NotFoundError, UnsupportedError
-from tandem.models.gguf.tokenizer import SPLITTINGS, find_end_tokens, load_gguf_tokenizer
+from tandem.models.gguf.tokenizer import find_end_tokens, load_gguf_tokenizer
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.tokenizing.grammars import ExactEncoder, list_vocabulary
+from tandem.models.tokenizing.splittings import SPLITTINGS
 from tandem.models.tokenizing.tokenizer import load_tokenizer
 
 TEXTS = [
@@ -35,6 +36,18 @@ CORPUS = [*TEXTS, "the quick brown fox jumps over the lazy dog " * 3, "12 123 12
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA_CPP = """
+default minicpm5 llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano
+deepseek-llm deepseek-coder deepseek-v3 spark2_5 youtu falcon mpt starcoder gpt-2 phi-2 jina-es
+jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert jais-2 gemma4
+granite-embed-multi-311m sarvam-moe jina-v1-en jina-v2-code roberta-bpe whitespace refact command-r
+qwen2 deepseek-r1-qwen kormo f2llmv2 qwen35 stablelm2 olmo dbrx smaug-bpe poro-chat chatglm-bpe glm4
+glm5 viking jais tekken smollm codeshell bloom gpt3-finnish exaone exaone4 exaone-moe chameleon
+minerva-7b megrez gpt-4o llama4 kanana2 talkie granite-embed-multi-97m tiny_aya cohere2moe superbpe
+trillion granite-docling bailingmoe bailingmoe2 llada-moe seed-coder hunyuan hunyuan-dense hy_v4
+joyai-llm kimi-k2 ufakzeka grok-2 afmoe laguna minimax-m2 solar-open mellum2
+"""
+"""The names that llama.cpp knows, in the order of its ``llama-vocab.cpp``."""
 PUBLISHED = {
     "llama-bpe": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _TAIL,
     "qwen2": _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _TAIL,
@@ -134,7 +147,10 @@ def test_byte_level_ids_are_those_of_the_published_pattern(pre, trained, tmp_pat
 
 def test_patterns_of_all_names_compile(trained, tmp_path):
     path = trained(None)
-    for pre in SPLITTINGS:
+    assert set(LLAMA_CPP.split()) <= SPLITTINGS.keys()
+    for pre, splitting in SPLITTINGS.items():
+        if splitting.form != "bytes":
+            continue
         backend = load_gguf_tokenizer(write(tmp_path / "x.gguf", byte_level(path, pre))).backend
         for text in TEXTS:
             ids = backend.encode(text, add_special_tokens=False).ids
@@ -151,6 +167,26 @@ def test_patterns_of_all_names_compile(trained, tmp_path):
             ["Add", " Ü", "ber", "\u0531", "\u0561", ";", " ", "123", "\n", "你好", " !?", "  "],
         ),
         ("kimi-k2", ["It's", " Über", "123", "4", "你好", "ABc", " !?\n", "  "]),
+        ("default", ["Hi", "!", " ", "123", "456", "7", " x", "=", "1", "\n\n"]),
+        ("falcon", ["Hi", "!`", " ", "123", "456", "7", " x", "\n"]),
+        ("afmoe", ["It", "'s", " ", "1", "234", "567", "日本ไ", "é", " !?\n"]),
+        ("superbpe", ["a 't is ", "1", "234", "567", " of it\n", "12"]),
+        ("tiny_aya", ["Ab's", " ", "12", "345", " x"]),
+        ("bailingmoe", ["It", "'s", " a", "1", "2", " !!\n\n", "b"]),
+        ("seed-coder", [" !!", "\n\n", "x", "1"]),
+        ("ufakzeka", ["Ankara", "'da", " '", "s"]),
+        ("laguna", ["a", " ", "\n\n", " ", " b", "1"]),
+        ("bloom", ["ab1", " x", ". ,", "y"]),
+        ("viking", ["ab", "1", "2", " x", "."]),
+        ("jais-2", ["a", "    ", "  ", " b", "12"]),
+        ("minicpm5", ["a", "123", "4", " b"]),
+        ("exaone-moe", ["a b c", "1", " !/\n", "\n", "b"]),
+        ("chameleon", ["a", "  ", "b", "1", "!", "!", "\t", " c"]),
+        ("deepseek-coder", ["\n", " ab", " !?", "1", "2", "你好"]),
+        ("spark2_5", ["1", "2", "3", "4", " !", "\n", "\n", ".a"]),
+        ("youtu", ["한국", "！", "日", "a", "1", "2"]),
+        ("qwen35", ["e\u0301a", "1", " \u0964", " x"]),
+        ("command-r", ["a", " ", "1", "2", " b"]),
     ],
 )
 def test_text_is_split_as_published(pre, pieces, trained, tmp_path):
@@ -161,6 +197,30 @@ def test_text_is_split_as_published(pre, pieces, trained, tmp_path):
     text = "".join(pieces)
     found = backend.pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in found] == pieces
+
+
+def test_vocabularies_of_texts(tmp_path):
+    """Tokens that do not spell bytes: of words, and with SentencePiece's marked spaces."""
+
+    def add(pre, tokens, merges):
+        def write_to(writer):
+            writer.add_tokenizer_model("gpt2")
+            writer.add_tokenizer_pre(pre)
+            writer.add_token_list(tokens)
+            writer.add_token_merges(merges)
+
+        return write_to
+
+    words = ["世", "界", "a", "世界"]
+    path = write(tmp_path / "x.gguf", add("whitespace", words, ["世 界"]))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("世界 a 世") == [3, 2, 0]
+    assert tokenizer.decode([3, 2]) == "世界a"
+    pieces = ["<unk>", "\u2581", "a", "\u2581a"]
+    path = write(tmp_path / "x.gguf", add("sarvam-moe", pieces, ["\u2581 a"]))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.encode("a a") == [2, 3]
+    assert tokenizer.decode([2, 3]) == "a a"
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["prefix", "no prefix"])

@@ -3,8 +3,8 @@
 Three kinds exist: byte-level BPE with its merges (``gpt2``), SentencePiece's BPE (``llama``), whose
 merges follow from the scores of the pieces, and Gemma 4's (``gemma4``), in SentencePiece's form but
 with merges. llama.cpp identifies the splitting of text before BPE by a name,
-``tokenizer.ggml.pre``; this module holds the patterns of the models' own ``tokenizer.json`` by that
-name. An unknown name is refused, since another pattern gives other tokens.
+``tokenizer.ggml.pre`` (``SPLITTINGS``). An unknown name is refused, since another pattern gives
+other tokens.
 """
 
 import logging
@@ -27,6 +27,7 @@ from tokenizers import (
 from tandem.core.errors import ConfigError, CorruptionError, UnsupportedError
 from tandem.models.sources.gguf_files import GgufFiles
 from tandem.models.sources.gguf_header import Value
+from tandem.models.tokenizing.splittings import SPLITTINGS
 
 __all__ = ["GgufTokenizer", "build_tokenizer", "find_end_tokens", "load_gguf_tokenizer"]
 
@@ -41,94 +42,6 @@ TEMPLATE_NAMES_KEY = "tokenizer.chat_templates"
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Token types that are not produced by merges."""
-
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_CASED = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+",
-    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*",
-)
-_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-LLAMA3 = (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",)
-QWEN2 = (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",)
-_ENDINGS = [rf"{part}{_CONTRACTIONS}?" for part in _CASED]
-O200K = ("|".join([*_ENDINGS, rf"\p{{N}}{{1,3}}|{_SLASHES}"]),)
-TEKKEN = ("|".join([*_CASED, rf"\p{{N}}|{_SLASHES}"]),)
-DEEPSEEK_V3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_OTHER_CASES = (
-    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\uab68"
-    "\U00010570-\U000105bc\U00016e40-\U0001dfff"
-)
-"""Letters with case that DeepSeek-LLM's pattern does not treat as such, being newer than
-its list.
-"""
-DEEPSEEK_LLM = (
-    r"[\r\n]",
-    rf"\s?(?:(?![{_OTHER_CASES}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+",
-    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"\s+$",
-    "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-    r"\p{N}+",
-)
-"""Patterns by which DeepSeek-LLM's tokenizer splits text before BPE."""
-_NO_HAN = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
-_KIMI_UPPER, _KIMI_LOWER = rf"[\p{{Lu}}\p{{Lt}}{_NO_HAN}]", rf"[\p{{Ll}}{_NO_HAN}]"
-KIMI_K2 = (
-    "|".join(
-        (
-            r"[\p{Han}]+",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTIONS}?",
-            rf"[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTIONS}?",
-            r"\p{N}{1,3}",
-            _REST,
-        )
-    ),
-)
-"""Pattern of Kimi-K2, also for its tiktoken files: Chinese apart, words by case, at most three
-digits.
-"""
-DIGITS = (r"\p{N}",)
-"""Pattern that splits digits before GPT-2's own pattern."""
-
-
-@dataclass(frozen=True, slots=True)
-class Splitting:
-    """A rule that splits text into pieces, within each of which BPE merges."""
-
-    patterns: tuple[str, ...] = ()
-    """Patterns that are applied in turn; empty: GPT-2's only."""
-    is_gpt2: bool = False
-    """True if the pieces are then split by GPT-2's pattern."""
-    is_nfc: bool = False
-    """True if text is first normalized to NFC."""
-    keeps_whole: bool = False
-    """True if a piece of text that is itself a token is used as that token, without BPE merges."""
-
-
-SPLITTINGS = {
-    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "phi-2", "mpt"), Splitting(is_gpt2=True)),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), Splitting(DIGITS, is_gpt2=True)),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe", "falcon3"),
-        Splitting(LLAMA3, keeps_whole=True),
-    ),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), Splitting(LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), Splitting(QWEN2, is_nfc=True)),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), Splitting(DEEPSEEK_V3)),
-    "deepseek-llm": Splitting(DEEPSEEK_LLM),
-    "kimi-k2": Splitting(KIMI_K2, keeps_whole=True),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), Splitting(O200K)),
-    "tekken": Splitting(TEKKEN, keeps_whole=True),
-}
-"""Splittings by the value of ``tokenizer.ggml.pre``."""
 
 END_TOKENS = frozenset(
     {
@@ -257,7 +170,7 @@ def _list_types(metadata: Mapping[str, Value], num_tokens: int) -> list[int]:
 
 
 def _make_byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tokenizers.Tokenizer:
-    name = metadata.get(f"{PREFIX}pre", "gpt-2")
+    name = metadata.get(f"{PREFIX}pre", "default")
     splitting = SPLITTINGS.get(name) if isinstance(name, str) else None
     if splitting is None:
         raise UnsupportedError(
@@ -265,6 +178,8 @@ def _make_byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tokeni
             f"the GGUF file's tokenizer splits text by {name!r}, which is not known here: name a "
             "folder that holds the model's tokenizer.json beside the file",
         )
+    if splitting.form == "spaces":
+        return _make_gemma4(metadata, tokens)
     pairs = _list_merges(metadata)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(
@@ -275,6 +190,10 @@ def _make_byte_level(metadata: Mapping[str, Value], tokens: list[str]) -> tokeni
     steps = [
         pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in splitting.patterns
     ]
+    if splitting.form == "text":
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*steps])
+        backend.decoder = decoders.Fuse()
+        return backend
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.is_gpt2)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, last])
     backend.decoder = decoders.ByteLevel()
@@ -383,9 +302,9 @@ def _frame(
     is_sentencepiece: bool,
 ) -> None:
     """Set the BOS and EOS tokens that the file requires around text."""
-    pre = metadata.get(f"{PREFIX}pre")
     # If the file does not say, add a BOS token for the same tokenizers as llama.cpp does.
-    default = is_sentencepiece or pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    splitting = SPLITTINGS.get(str(metadata.get(f"{PREFIX}pre")))
+    default = is_sentencepiece or (splitting is not None and splitting.has_bos)
     has_bos = bool(metadata.get(f"{PREFIX}add_bos_token", default)) and "bos" in special
     has_eos = bool(metadata.get(f"{PREFIX}add_eos_token", False)) and "eos" in special
     if not has_bos and not has_eos:

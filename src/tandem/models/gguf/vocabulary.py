@@ -16,7 +16,6 @@ from tandem.core.errors import TandemError
 from tandem.models.gguf.tokenizer import (
     CONTROL,
     PREFIX,
-    SPLITTINGS,
     TEMPLATE_KEY,
     TEMPLATE_NAMES_KEY,
     TOOL_TEMPLATE_KEY,
@@ -24,6 +23,7 @@ from tandem.models.gguf.tokenizer import (
     build_tokenizer,
 )
 from tandem.models.sources.gguf_header import Value
+from tandem.models.tokenizing.splittings import SPLITTINGS
 
 __all__ = ["NO_VOCABULARY", "make_vocabulary"]
 
@@ -110,10 +110,19 @@ def _list_forms(model: dict[str, Any], metadata: dict[str, Value]) -> Iterator[d
         forms = [kind | {f"{PREFIX}add_space_prefix": has} for has in (True, False)]
     else:
         kind = {f"{PREFIX}model": "gpt2", f"{PREFIX}merges": merges}
-        forms = [kind | {f"{PREFIX}pre": pre} for pre in SPLITTINGS]
+        forms = [kind | {f"{PREFIX}pre": pre} for pre in _list_names()]
     for form in forms:
         for has_bos in (False, True):
             yield metadata | form | {f"{PREFIX}add_bos_token": has_bos}
+
+
+def _list_names() -> list[str]:
+    """Return the first name of each way of splitting text."""
+    names: dict[tuple[object, ...], str] = {}
+    for name, rule in SPLITTINGS.items():
+        if rule.form == "bytes":
+            names.setdefault((rule.patterns, rule.is_gpt2, rule.is_nfc, rule.keeps_whole), name)
+    return list(names.values())
 
 
 def _encodes_alike(backend: tokenizers.Tokenizer, metadata: dict[str, Value]) -> bool:

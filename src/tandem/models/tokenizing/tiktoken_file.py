@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.models.gguf.tokenizer import KIMI_K2
+from tandem.models.tokenizing.splittings import KIMI_K2
 
 __all__ = ["FILE_NAME", "KNOWN_CLASS", "build_tokenizer", "spell_bytes"]
 
