@@ -3,6 +3,8 @@
 Method: a real server over the fake engine, which answers with texts as models write them.
 """
 
+from functools import partial
+
 import anthropic
 import pytest
 import requests
@@ -190,6 +192,29 @@ def test_choice_becomes_a_grammar(client, say, live):
         model="tiny", max_tokens=100, messages=ASK, tools=TOOLS, tool_choice={"type": "none"}
     )
     assert live.engine.requests[-1].sampling.grammar == ""
+
+
+def test_formats_become_grammars(client, say, live):
+    """By the newer name and by the older one; what is not supported is refused by name."""
+    say('{"city": "Bern"}')
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    form = {"type": "json_schema", "schema": schema}
+    create = partial(client.messages.create, model="tiny", max_tokens=50, messages=ASK)
+    create()
+    assert live.engine.requests[-1].sampling.grammar == ""
+    grammars = set()
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        assert create(extra_body=fields).content[0].text == '{"city": "Bern"}'
+        grammars.add(live.engine.requests[-1].sampling.grammar)
+    assert len(grammars) == 1
+    assert "city" in grammars.pop()
+    for fields, name in (
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, "output_config.format.type"),
+        ({"mcp_servers": [{"name": "a", "type": "url", "url": "b"}]}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=name):
+            create(extra_body=fields)
 
 
 def test_errors_have_the_form_of_the_api(client, live):

@@ -55,6 +55,15 @@ _encode = msgspec.json.Encoder().encode
 _BILLING = "x-anthropic-billing-header"
 """Beginning of a block in Claude Code's system prompt that differs from call to call, so that no
 cached prefix would match. The block is dropped: it means nothing to a model."""
+_REFUSED = {
+    "compaction": "conversations are not compacted: send the messages that count",
+    "container": "there are no containers in which code runs",
+    "context_management": "conversations are not edited: send the messages that count",
+    "fallbacks": "name one model",
+    "mcp_servers": "the server calls no tools: list them under tools and call them yourself",
+    "thread": "no conversation is kept: send all messages",
+}
+"""Reason by unsupported field that would change the answer."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "abort": "end_turn"}
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -261,7 +270,7 @@ async def count_message_tokens(context: ServerContext, http: Request) -> Respons
     """Count the tokens of a conversation in Anthropic's form."""
     http.state.write_error = _write_error
     origin = context.note_arrival(http)
-    request = await context.read_request(http, _count_decoder)
+    request = await context.read_request(http, _count_decoder, _REFUSED)
 
     def count() -> CountReply:
         return CountReply(len(encode_conversation(context, _translate(request)).prompt_ids))
@@ -323,6 +332,13 @@ def _translate(request: CountRequest) -> oai.ChatRequest:
         # Chat templates of different families read either `enable_thinking` or `thinking`: both are
         # set.
         chat.chat_template_kwargs = {"enable_thinking": is_on, "thinking": is_on}
+    settings = request.output_config
+    form = request.output_format
+    if settings is not None:
+        chat.reasoning_effort = settings.effort
+        form = settings.format or form
+    if form is not None:
+        chat.response_format = oai.ResponseFormat("json_schema", {"schema": form.schema})
     return chat
 
 
@@ -429,4 +445,6 @@ def _frame_error(body: ErrorBody, status: int) -> bytes:
 
 
 _count_decoder = msgspec.json.Decoder(CountRequest)
-_DIALECT = Dialect(msgspec.json.Decoder(MessagesRequest), _plan, {}, _write_error, _frame_error)
+_DIALECT = Dialect(
+    msgspec.json.Decoder(MessagesRequest), _plan, _REFUSED, _write_error, _frame_error
+)

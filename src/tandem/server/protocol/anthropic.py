@@ -77,6 +77,21 @@ class Thinking(msgspec.Struct):
     budget_tokens: fields.Count | None = None
 
 
+class OutputFormat(msgspec.Struct):
+    """The format that the answer must have."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct):
+    """The settings of the answer."""
+
+    effort: fields.Name | None = None
+    """Effort of reasoning, passed to the chat template, which may use it."""
+    format: OutputFormat | None = None
+
+
 class CountRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
@@ -86,6 +101,9 @@ class CountRequest(msgspec.Struct, kw_only=True):
     tools: Annotated[list[AnthropicTool], Meta(max_length=1024)] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """Older name of ``output_config.format``."""
     cache_control: CacheControl | None = None
     """Mark that asks to keep the whole prompt in the cache."""
     timeout: fields.Timeout | None = None
