@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
-from api_page import render_api, render_library
+from api_page import render_api, render_library, render_sdk_fields
 from msgspec import inspect
 from states_page import render_states
 
@@ -207,6 +207,7 @@ def render_metrics() -> str:
 PAGES = {
     "reference/api/http.md": render_api,
     "reference/api/python.md": render_library,
+    "reference/api/sdk_fields.md": render_sdk_fields,
     "reference/config.md": render_config,
     "reference/errors.md": render_errors,
     "reference/finetune.md": render_finetune,

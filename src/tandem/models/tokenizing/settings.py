@@ -22,7 +22,7 @@ DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSettings:
-    """What the files beside ``tokenizer.json`` say."""
+    """The content of the files beside ``tokenizer.json``."""
 
     raw: dict[str, Any]
     """Content of ``tokenizer_config.json``; empty if there is none."""

@@ -75,7 +75,7 @@ _SIGN_WORDS = (
 _DIGIT_GROUPS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 """Groups of three digits, counted from the end of a number."""
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)
-"""What llama.cpp does for files that do not name their splitting."""
+"""Patterns of llama.cpp for files that do not name their splitting."""
 FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)
 DEEPSEEK_CODER = (
     r"[\r\n]",

@@ -49,13 +49,13 @@ from tandem.server.protocol.anthropic import (
     ReplyBlock,
 )
 
-__all__ = ["answer_messages", "count_message_tokens"]
+__all__ = ["REFUSED_FIELDS", "answer_messages", "count_message_tokens"]
 
 _encode = msgspec.json.Encoder().encode
 _BILLING = "x-anthropic-billing-header"
 """Beginning of a block in Claude Code's system prompt that differs from call to call, so that no
 cached prefix would match. The block is dropped: it means nothing to a model."""
-_REFUSED = {
+REFUSED_FIELDS = {
     "compaction": "conversations are not compacted: send the messages that count",
     "container": "there are no containers in which code runs",
     "context_management": "conversations are not edited: send the messages that count",
@@ -270,7 +270,7 @@ async def count_message_tokens(context: ServerContext, http: Request) -> Respons
     """Count the tokens of a conversation in Anthropic's form."""
     http.state.write_error = _write_error
     origin = context.note_arrival(http)
-    request = await context.read_request(http, _count_decoder, _REFUSED)
+    request = await context.read_request(http, _count_decoder, REFUSED_FIELDS)
 
     def count() -> CountReply:
         return CountReply(len(encode_conversation(context, _translate(request)).prompt_ids))
@@ -446,5 +446,5 @@ def _frame_error(body: ErrorBody, status: int) -> bytes:
 
 _count_decoder = msgspec.json.Decoder(CountRequest)
 _DIALECT = Dialect(
-    msgspec.json.Decoder(MessagesRequest), _plan, _REFUSED, _write_error, _frame_error
+    msgspec.json.Decoder(MessagesRequest), _plan, REFUSED_FIELDS, _write_error, _frame_error
 )

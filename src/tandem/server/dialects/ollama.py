@@ -50,6 +50,8 @@ from tandem.server.protocol.ollama import (
 from tandem.server.text.middle import find_middle_tokens
 
 __all__ = [
+    "REFUSED_FIELDS",
+    "REFUSED_OPTIONS",
     "answer_ollama_chat",
     "answer_ollama_generate",
     "find_ollama_model",
@@ -60,10 +62,27 @@ __all__ = [
 _encode = msgspec.json.Encoder().encode
 _REASONS = {"stop": "stop", "length": "length", "abort": "stop"}
 _NS = 1_000_000_000
-_REFUSED = {
+REFUSED_FIELDS = {
     "template": "only the checkpoint's own chat template is used",
     "context": "send the conversation to /api/chat instead",
     "images": "only text is supported as input",
+    **dict.fromkeys(("width", "height", "steps"), "images are not made"),
+}
+_WINDOW = "penalties are over the whole text, and over all tokens: leave it out"
+REFUSED_OPTIONS = {
+    "mirostat": "use top_p, top_k or min_p",
+    "typical_p": "use top_p, top_k or min_p",
+    "tfs_z": "use top_p, top_k or min_p",
+    "repeat_last_n": _WINDOW,
+    "penalize_newline": _WINDOW,
+}
+"""Reason by option that would change the answer; values that change nothing are accepted."""
+_NEUTRAL_OPTIONS = {
+    "mirostat": 0,
+    "typical_p": 1.0,
+    "tfs_z": 1.0,
+    "repeat_last_n": -1,
+    "penalize_newline": True,
 }
 
 
@@ -327,9 +346,16 @@ def _translate(
 ) -> oai.ChatRequest:
     """Return the request of chat completions that is equivalent to one of Ollama's API."""
     options = request.options or OllamaOptions()
-    for name, neutral in (("mirostat", 0), ("typical_p", 1.0), ("tfs_z", 1.0)):
-        if getattr(options, name) not in (None, neutral):
-            what = f"options.{name} is not supported: use top_p, top_k or min_p"
+    has_penalty = (
+        options.repeat_penalty not in (None, 1.0)
+        or bool(options.presence_penalty)
+        or bool(options.frequency_penalty)
+    )
+    for name, why in REFUSED_OPTIONS.items():
+        if why == _WINDOW and not has_penalty:
+            continue
+        if getattr(options, name) not in (None, _NEUTRAL_OPTIONS[name]):
+            what = f"options.{name} is not supported: {why}"
             raise UnsupportedError("server.ollama", what, field=f"options.{name}")
     chat = oai.ChatRequest(
         model=model.name,
@@ -398,7 +424,7 @@ def _frame_error(body: ErrorBody, status: int) -> bytes:
 
 _dialect = partial(
     Dialect,
-    refused=_REFUSED,
+    refused=REFUSED_FIELDS,
     write_error=write_ollama_error,
     frame_error=_frame_error,
     stream_type="application/x-ndjson",

@@ -65,6 +65,8 @@ REFUSED_FIELDS = {
     "truncate_prompt_tokens": "prompts are not truncated: shorten it",
     "token_ids_logprob": "log-probabilities of chosen ids are not supported",
     "return_hidden_states": "hidden states are not returned",
+    "moderation": "nothing is moderated",
+    "verbosity": "say in the messages how long an answer is to be",
     "web_search_options": "searching is not supported",
 }
 """Reason by field name; values that ask for nothing (null, false, empty) are accepted."""

@@ -51,6 +51,10 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     mirostat: int | None = None
     typical_p: float | None = None
     tfs_z: float | None = None
+    repeat_last_n: int | None = None
+    """Window of the penalties; only -1, the whole text, is supported with them."""
+    penalize_newline: bool | None = None
+    """Only True is supported with penalties."""
 
 
 class OllamaRequest(msgspec.Struct, kw_only=True):

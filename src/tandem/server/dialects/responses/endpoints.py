@@ -17,15 +17,26 @@ from tandem.server.edge.http_errors import describe_error
 from tandem.server.protocol.responses import DeletedResponse, ResponsesRequest
 from tandem.server.telemetry.timelines import Origin
 
-__all__ = ["cancel_response", "create_response", "delete_response", "get_response"]
+__all__ = [
+    "REFUSED_RESPONSE_FIELDS",
+    "cancel_response",
+    "create_response",
+    "delete_response",
+    "get_response",
+]
 
 _logger = logging.getLogger(__name__)
 
 _CANCEL_TIMEOUT_S = 10.0
 """Seconds to wait for a running response to end after it was cancelled; it takes a step of the
 engine."""
-_REFUSED_FIELDS = {
+REFUSED_RESPONSE_FIELDS = {
     "conversation": "conversations are not kept: use previous_response_id",
+    "access_programs": "there are no programs with rights of their own",
+    "background_options": "a background answer has no options: set background alone",
+    "context_management": "conversations are not edited: send the items that count",
+    "image": "images are not made",
+    "moderation": "nothing is moderated",
     "prompt": "prompt templates are not kept here: write instructions and input",
 }
 _decoder = msgspec.json.Decoder(ResponsesRequest)
@@ -41,7 +52,7 @@ async def create_response(context: ServerContext, http: Request) -> Response:
         planned.append(plan_response(context, request, owner))
         return planned[0].task
 
-    dialect = Dialect(_decoder, plan, _REFUSED_FIELDS)
+    dialect = Dialect(_decoder, plan, REFUSED_RESPONSE_FIELDS)
     task, origin = await dialect.prepare(context, http)
     (response,) = planned
     if not response.answer.document.background:
