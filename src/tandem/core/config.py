@@ -35,6 +35,7 @@ __all__ = [
     "check_bounds",
     "check_text",
     "child_environment",
+    "choose_isa",
     "let_idle_threads_sleep",
     "list_fields",
     "list_library_caps",
@@ -317,6 +318,22 @@ def cap_libraries() -> None:
     """
     if "torch" not in sys.modules:
         os.environ.update(list_library_caps())
+
+
+def choose_isa(cap: str, usable: Sequence[str]) -> tuple[str, str]:
+    """Return the instruction set that native kernels use by themselves, and the reason.
+
+    Args:
+        cap: value of ``TANDEM_MAX_ISA``; empty: none.
+        usable: instruction sets that the CPU and this build have, the widest last.
+    """
+    isa = next(name for name in reversed(usable) if name != "amx")
+    if cap and cap == usable[-1]:
+        return isa, f"{MAX_ISA}={cap} allows no wider one"
+    reason = "the widest that this CPU, its operating system and this build have"
+    if usable[-1] == "amx":
+        reason += ", but for amx, which has to be named"
+    return isa, reason
 
 
 def read_max_isa() -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from tandem import _native
+from tandem.core.config import choose_isa
 from tandem.core.errors import ConfigError, UnsupportedError
 from tandem.core.kv_layout import MlaLayout, WindowLayout
 from tandem.core.model.layers import MlaSpec
@@ -41,6 +42,7 @@ from tandem.models.loading.expert_disk import list_expert_sizes, measure_reads, 
 from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.loader import count_mapped_bytes, make_kv_layout
 from tandem.models.own.plan import plan_served
+from tandem.models.planning.plan_report import list_formats
 from tandem.placement.choosers import CHUNKS, Choice, choose_chunk
 from tandem.placement.costs import Placement, StepTime, decode_time, prefill_time
 from tandem.placement.experts.tier import predict_token_seconds
@@ -180,17 +182,9 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             return [*begin, *list_own_rows(model.own, kv, self.config), context, threads, *end]
         return [
             *begin,
-            ("experts", model.experts.weight_format, model.experts.reason),
-            (
-                "expert parts",
-                str(model.expert_parts),
-                "copied to the NUMA nodes that compute them"
-                if model.expert_parts > 1
-                else "in place, mapped if cached",
-            ),
-            ("deferred experts", str(model.num_deferred_experts), self.deferral_reason),
-            *([] if self.lanes is None else self.lanes.tell()),
-            ("linear", model.linear.weight_format, model.linear.reason),
+            *list_formats(model),
+            ("kernels", *choose_isa(_native.cpu_features().cap, _native.kernel_isas())),
+            *self._list_experts(),
             context,
             *self._list_ropes(),
             ("threads", self._tell_threads(), self.threads_reason),
@@ -205,6 +199,19 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
             *self._list_windows(),
             *self._list_states(),
             *end,
+        ]
+
+    def _list_experts(self) -> list[tuple[str, str, str]]:
+        model = self.model
+        if not model.spec.is_moe:
+            return []
+        why = "in place, mapped if cached"
+        if model.expert_parts > 1:
+            why = "copied to the NUMA nodes that compute them"
+        return [
+            ("expert parts", str(model.expert_parts), why),
+            ("deferred experts", str(model.num_deferred_experts), self.deferral_reason),
+            *([] if self.lanes is None else self.lanes.tell()),
         ]
 
     def _tell_threads(self) -> str:

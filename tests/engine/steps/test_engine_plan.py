@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from tandem._native import read_topology, recommend_threads
+from tandem._native import kernel_isas, read_topology, recommend_threads
 from tandem.core.clock import ManualClock
 from tandem.core.errors import ConfigError
 from tandem.core.spec import KvSharing
@@ -54,7 +54,9 @@ def test_formats_leave_more_memory(expert_format):
     plain, packed = plan(dtype="bfloat16"), plan(dtype="bfloat16", expert_format=expert_format)
     assert packed.model.weight_bytes < plain.model.weight_bytes
     rows = {what: (value, why) for what, value, why in packed.rows()}
-    assert rows["experts"] == (packed.model.experts.weight_format, "as asked for")
+    value, why = rows["experts"]
+    assert value.startswith(packed.model.experts.weight_format)
+    assert why == "as asked for; products of int8"
 
 
 def test_parts_of_experts_are_one_for_each_node():
@@ -246,6 +248,9 @@ def test_parts_share_keys_unless_sharing_is_strict(build):
 def test_keys_of_requests_start_from_the_identity(build):
     """What the scheduler looks up is the chain of the identity's root and the request's salt."""
     built = build("bfloat16")
+    # `/server_info` shows the plan, with the instruction set.
+    [isa] = [value for what, value, _ in built.info.plan if what == "kernels"]
+    assert isa in kernel_isas()
     prompt = [5 + i * 7 % 300 for i in range(130)]
     generate(built.engine, "first", prompt)
     index = PrefixIndex(BlockPool(1), 64, built.identity.digest)

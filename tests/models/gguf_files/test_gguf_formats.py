@@ -20,7 +20,10 @@ from loading import load_checkpoint
 from test_gguf_blocks import HALVES
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
+from tandem.engine.config import EngineConfig
+from tandem.engine.planning import plan_engine
 from tandem.models.codecs.gguf_blocks import BLOCK_TYPES
+from tandem.models.config import ModelConfig
 from tandem.models.loading.loader import load_model
 from tandem.models.planning.planner import plan_model
 from tandem.models.sources.gguf_header import BLOCK_SIZES
@@ -157,6 +160,11 @@ def mix(name: str, shape: tuple[int, ...]) -> str:
     return "Q4_K"
 
 
+def plan_file(path):
+    """Return the engine's plan of a file."""
+    return plan_engine(ModelConfig(path=str(path)), EngineConfig(max_model_len=64))
+
+
 def test_each_matrix_of_a_mixed_file_has_its_own_format(tmp_path, open_session):
     """Also parts of one product: q and k are in one, v in another."""
     path = tmp_path / "model.gguf"
@@ -171,6 +179,13 @@ def test_each_matrix_of_a_mixed_file_has_its_own_format(tmp_path, open_session):
     assert formats["lm_head", "head"] == "q6k"
     assert formats["model.layers.0.self_attn", "qkv"] == "q4k"
     assert distance < LARGEST_ERROR
+    # The plan says what is stored and computed, and nothing of experts that there are none of.
+    rows = {what: (value, why) for what, value, why in plan_file(path).rows()}
+    value, why = rows["linear"]
+    assert [held.split()[0] for held in value.split(", ")] == ["q4k", "q6k", "q4k+q6k"]
+    assert why == "as the checkpoint stores it: Q4_K, Q6_K, Q4_K and Q6_K; products of int8"
+    assert "matrices are codes" in rows["dtype"][1]
+    assert not [what for what in rows if "expert" in what]
     packed = sum(m.size_bytes for m in plan.matrices if m.role != "embedding")
     stored = sum(m.stored_bytes for m in plan.matrices if m.role != "embedding")
     assert packed >= stored
@@ -186,6 +201,9 @@ def test_down_projections_of_experts_have_a_format_of_their_own(tmp_path, open_s
     formats = {m.module: m.weight_format for m in plan.matrices if m.role == "experts"}
     names = [f"model.layers.{i}.mlp.experts" for i in (0, 1)]
     assert formats == dict(zip(names, ("q4k", "q4k+q6k"), strict=True))
+    rows = {what: value for what, value, _ in plan_file(path).rows()}
+    assert [held.split()[0] for held in rows["experts"].split(", ")] == ["q4k+q6k", "q4k"]
+    assert rows["expert parts"]
     assert distance < LARGEST_ERROR
 
 

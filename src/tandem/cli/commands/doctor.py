@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tandem import __version__
 from tandem.cli.output import JsonFlag, format_bytes, print_json, print_next
-from tandem.core.config import MAX_ISA, list_library_caps
+from tandem.core.config import choose_isa, list_library_caps
 from tandem.core.errors import ConfigError, TandemError
 from tandem.transfer.probes import TransportReport, probe_transports
 
@@ -239,13 +239,7 @@ def _report_cpu(features: "CpuFeatures", topology: "Topology") -> CpuReport:
 
 
 def _report_kernels(cap: str, usable: list[str]) -> KernelReport:
-    isa = next(name for name in reversed(usable) if name != "amx")
-    if cap and cap == usable[-1]:
-        reason = f"{MAX_ISA}={cap} allows no wider one"
-    else:
-        reason = "the widest that this CPU, its operating system and this build have"
-    if usable[-1] == "amx":
-        reason += ", but for amx, which has to be named"
+    isa, reason = choose_isa(cap, usable)
     return KernelReport(isa=isa, reason=reason, usable=usable, library_caps=list_library_caps())
 
 

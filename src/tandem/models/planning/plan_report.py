@@ -11,13 +11,58 @@ from tandem.core.model.layers import (
     MlaSpec,
     ShortConvSpec,
 )
-from tandem.core.model.plan import LayerSpec, MatrixPlan, ModelPlan, MoeSpec
+from tandem.core.model.plan import NO_FORMAT, LayerSpec, MatrixPlan, ModelPlan, MoeSpec
+from tandem.kernels.weights.formats import find_format
 from tandem.placement.rules import DEFAULT
 
-__all__ = ["render_plan"]
+__all__ = ["list_formats", "render_plan"]
 
 MIB = 1 << 20
 BUILT_IN = "built-in:"
+
+
+def list_formats(plan: ModelPlan) -> list[tuple[str, str, str]]:
+    """Return rows (item, value, reason) of the formats in which a model's matrices are held: which,
+    how many MiB of each, why, and in what they are multiplied.
+    """
+    experts = [m for m in plan.matrices if m.role == "experts"]
+    others = [m for m in plan.matrices if m.role not in ("experts", "router", "embedding")]
+    rows = [("experts", *_tell_formats(experts))] if experts else []
+    return [*rows, ("linear", *_tell_formats(others))] if others else rows
+
+
+def _tell_formats(matrices: Sequence[MatrixPlan]) -> tuple[str, str]:
+    """Return the formats of some matrices with their sizes, the largest first, and the reasons."""
+    sizes: dict[str, int] = {}
+    reasons: dict[str, dict[str, None]] = {}
+    for matrix in matrices:
+        name = matrix.weight_format
+        sizes[name] = sizes.get(name, 0) + matrix.size_bytes
+        reasons.setdefault(name, {})[matrix.reason] = None
+    names = sorted(sizes, key=lambda name: -sizes[name])
+    # Reasons with a beginning in common are told as one.
+    told: dict[str, dict[str, None]] = {}
+    for reason in (each for name in names for each in reasons[name]):
+        begin, _, detail = reason.partition(": ")
+        told.setdefault(begin, {})[detail] = None
+    why = [": ".join(filter(None, (begin, ", ".join(each)))) for begin, each in told.items()]
+    products = " and ".join(dict.fromkeys(map(_name_products, names)))
+    value = ", ".join(_tell_size(name, sizes[name]) for name in names)
+    return value, "; ".join([*why, f"products of {products}"])
+
+
+def _tell_size(name: str, size_bytes: int) -> str:
+    name = "tensors" if name == NO_FORMAT else name
+    return f"{name} {size_bytes / MIB:.0f} MiB" if size_bytes else name
+
+
+def _name_products(name: str) -> str:
+    if name == NO_FORMAT:
+        return "torch"
+    first = find_format(name.partition("+")[0])
+    if first.is_integer:
+        return "int8"
+    return "float32" if first.name == "f32" else "bf16"
 
 
 def render_plan(plan: ModelPlan) -> str:

@@ -128,7 +128,8 @@ def plan_model(
     layers = list_layers(describer)
     raw, vectors = list_matrices(skeleton, is_absorbed=workload == "serving")
     stored = read_stored(checkpoint, raw)
-    spec = choose_dtype(_describe(checkpoint, layers, raw, vectors, stored), dtype)
+    described = _describe(checkpoint, layers, raw, vectors, stored)
+    spec = choose_dtype(described, dtype, is_coded=stored.has_any_codes)
     expert_device = _choose_expert_device(expert_device, device, spec, expert_format)
     choices = choose_formats(
         spec,
@@ -191,8 +192,8 @@ def _describe(
     held = formats.pop() if len(formats) == 1 else None
     spec = msgspec.structs.replace(checkpoint.spec, expert_format="" if held is None else held.name)
     num_vectors = vectors.num_weights + vectors.num_buffered
-    is_coded = any(matrix.storage for matrix in stored.matrices.values())
-    return set_auto_dtype(complete_spec(spec, layers, matrices, num_vectors), is_coded=is_coded)
+    complete = complete_spec(spec, layers, matrices, num_vectors)
+    return set_auto_dtype(complete, is_coded=stored.has_any_codes)
 
 
 def _choose_expert_device(wish: str, device: str, spec: ModelSpec, expert_format: str) -> str:

@@ -30,6 +30,9 @@ float32's faster CPU kernels matter more than bytes; larger models are bound by 
 """
 
 
+BESIDE_CODES = "for activations and KV, as the checkpoint's matrices are codes"
+"""Reason for the dtype of a model whose matrices keep the codes of the checkpoint."""
+
 DTYPE_FORMATS = {"float32": "f32", "bfloat16": "bf16"}
 """Weight formats without loss, by the model's dtype."""
 
@@ -42,8 +45,13 @@ class FormatChoices(NamedTuple):
     router: FormatChoice
 
 
-def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
+def choose_dtype(spec: ModelSpec, dtype: str, *, is_coded: bool = False) -> ModelSpec:
     """Return ``spec`` with the dtype in which it will run.
+
+    Args:
+        spec: the model, with the dtype of ``auto``.
+        dtype: ``auto``, ``float32`` or ``bfloat16``.
+        is_coded: True if the checkpoint stores its matrices as codes.
 
     ``auto`` takes the spec's dtype. But if the CPU multiplies bfloat16 natively, weights stored in
     bfloat16 run in it even in a model small enough for float32: on native kernels, at three times
@@ -56,6 +64,8 @@ def choose_dtype(spec: ModelSpec, dtype: str) -> ModelSpec:
         has_unit = features.avx512_bf16 or features.amx_bf16
         if spec.checkpoint_dtype == "bfloat16" != spec.dtype and has_unit:
             reason = "bfloat16, as the checkpoint is stored, and as this CPU multiplies it natively"
+            if is_coded:
+                reason = f"bfloat16 {BESIDE_CODES}, and as this CPU multiplies it natively"
             return msgspec.structs.replace(spec, dtype="bfloat16", dtype_reason=reason)
         return spec
     if dtype not in ("float32", "bfloat16"):
@@ -81,6 +91,8 @@ def set_auto_dtype(spec: ModelSpec, *, is_coded: bool) -> ModelSpec:
     else:
         stored = spec.checkpoint_dtype
         dtype, reason = stored, f"{stored}, as the checkpoint is stored in {stored}"
+        if is_coded:
+            reason = f"{stored} {BESIDE_CODES}"
         if stored == "float16" and is_coded:
             dtype, reason = "bfloat16", "bfloat16, as the checkpoint is stored in codes and float16"
         elif stored == "float16":

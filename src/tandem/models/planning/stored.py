@@ -43,6 +43,11 @@ class StoredModel:
     size_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes in the file, by the skeleton's module; empty if the weights are absent."""
 
+    @property
+    def has_any_codes(self) -> bool:
+        """True if the checkpoint stores some matrix as codes."""
+        return any(matrix.storage for matrix in self.matrices.values())
+
     def find(self, name: str) -> list[StoredMatrix]:
         """Return how the checkpoint stores the matrices of a module and of the modules below it."""
         below = f"{name}."
