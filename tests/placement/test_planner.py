@@ -1,6 +1,7 @@
 """Goal: plans fit, keep the order of offload, and give the memory and prices that are published."""
 
 import json
+import re
 
 import msgspec
 import pytest
@@ -94,6 +95,35 @@ def test_every_plan_fits_or_says_what_is_short(machine):
         assert all(choice.reason for choice in (*plan.choices, *plan.rejected))
         assert plan.unserved == ""
         assert render_plan(plan, spec, read_shape(find_model(model).config, model))
+
+
+def test_a_refusal_says_which_memory_is_short_and_names_the_ssd():
+    """Sums over all memories may fit where no memory has room for its part."""
+    spec = msgspec.structs.replace(find_hardware("xeon6430-4090"), memory_gib=192)
+    known = find_model("qwen3-235b-a22b")
+    shape = read_shape(known.config, known.name)
+    for quality, item_bytes, num_gpus in (("stored", 2, 1), ("int8", 1, 3)):
+        with pytest.raises(CapacityError) as caught:
+            wide = msgspec.structs.replace(spec, num_accelerators=num_gpus)
+            plan_of("qwen3-235b-a22b", wide, quality=quality)
+        need, have = re.search(
+            r"takes ([\d.]+) GiB of DRAM .* ([\d.]+) GiB may be used", str(caught.value)
+        ).groups()
+        assert float(need) > float(have) == pytest.approx(0.95 * 192, abs=0.1)
+        share = re.search(r"SSD, .* room for (\d+)% of them in memory", str(caught.value))[1]
+        assert float(share) / 100 * item_bytes * shape.expert_weights < 0.95 * 192 * GIB
+    # Where not even the rest fits, an SSD does not help.
+    tiny = msgspec.structs.replace(spec, memory_gib=4, accelerator=None, num_accelerators=0)
+    with pytest.raises(CapacityError) as caught:
+        plan_of("qwen3-235b-a22b", tiny)
+    assert "SSD" not in str(caught.value)
+
+
+def test_experts_of_a_prompt_are_where_all_experts_are():
+    plan = plan_of("gpt-oss-120b", "h100", users=1, quality="stored")
+    assert choice_of(plan, "routed experts of a layer on the GPU").value == "128 of 128"
+    assert choice_of(plan, "experts of a prompt").value == "on the GPU"
+    assert not [c for c in plan.rejected if c.what == "experts of a prompt"]
 
 
 def test_dense_layers_leave_before_attention_as_the_cache_grows():

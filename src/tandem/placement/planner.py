@@ -8,7 +8,7 @@ support yet can be planned too; the plan says so.
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -36,6 +36,8 @@ STREAM_GAIN = 1.2
 GPU.
 """
 MAX_USERS = 4096
+DRAM = "DRAM"
+"""Name of the processor's memory in plans and messages."""
 DRAM_SHARE = 0.95
 """Share of the machine's DRAM that a model may use; the rest is for the system."""
 PARALLEL: tuple[Literal["tensor", "expert", "pipeline"], ...] = ("tensor", "expert", "pipeline")
@@ -142,6 +144,28 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     dram: dict[str, int]
 
 
+class _Shortage(NamedTuple):
+    """The memory that a placement lacks."""
+
+    device: str
+    need: dict[str, int]
+    """Bytes that each part of the model takes of it."""
+    have_bytes: int
+    """Bytes of it that the model may use."""
+
+    @property
+    def lack_bytes(self) -> int:
+        """Bytes that are missing."""
+        return sum(self.need.values()) - self.have_bytes
+
+    def describe(self) -> str:
+        """Return in words what is needed and what there is."""
+        parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in self.need.items())
+        total = sum(self.need.values()) / GIB
+        have = self.have_bytes / GIB
+        return f"{total:.1f} GiB of {self.device} ({parts}), of which {have:.1f} GiB may be used"
+
+
 class _Planner:
     """The state of planning one model on one machine: choices made, alternatives rejected,
     reasons.
@@ -218,8 +242,8 @@ class _Planner:
             size += layer.num_experts * layer.expert_weights * FORMAT_BYTES[place.expert_format]
         return size
 
-    def lay_out(self, place: Placement, users: int) -> _Layout | None:
-        """Return the memory use of a placement; None if it does not fit.
+    def lay_out(self, place: Placement, users: int) -> _Layout | _Shortage:
+        """Return the memory use of a placement, or the memory that it lacks.
 
         The GPU holds attention and dense matrices according to ``place``, the users' cache, then as
         many experts of each layer as fit or are wished, and more cache in the remaining memory.
@@ -255,9 +279,10 @@ class _Planner:
         slot = sum(layer.expert_weights for layer in shape.moe_layers) * expert_bytes
         if place.accelerators:
             gpu["workspace"] = round(self.count_workspace_bytes(place))
-            free = self.count_static_bytes(place.accelerators) - sum(gpu.values())
+            static = self.count_static_bytes(place.accelerators)
+            free = static - sum(gpu.values())
             if free < 0:
-                return None
+                return _Shortage("GPU memory", gpu, max(0, round(static)))
             # If GPU memory is short, routed experts leave before dense layers: no experts stay on a
             # GPU that lacks room for the dense layers.
             if shape.moe_layers and place.is_dense_on_gpu:
@@ -265,7 +290,8 @@ class _Planner:
                 wanted = most if wishes.gpu_experts is None else wishes.gpu_experts
                 experts = min(wanted, most, int(free // slot))
                 if wishes.gpu_experts is not None and experts < min(wanted, most):
-                    return None
+                    gpu["routed experts"] = round(min(wanted, most) * slot)
+                    return _Shortage("GPU memory", gpu, round(static))
                 if experts:
                     gpu["routed experts"] = round(experts * slot)
                     free -= experts * slot
@@ -276,15 +302,16 @@ class _Planner:
             # Host memory holds all routed experts, also those that the GPU holds, so that the set
             # on the GPU may change; none if the GPU holds all.
             dram["routed experts"] = round(shape.expert_weights * FORMAT_BYTES[place.expert_format])
-            is_all_on_gpu = experts == max(layer.num_experts for layer in shape.moe_layers)
-            if is_all_on_gpu:
+            most = max(layer.num_experts for layer in shape.moe_layers)
+            if experts == most:
                 del dram["routed experts"]
         if not is_cache_on_gpu:
             dram["workspace"] = round(self.count_workspace_bytes(place))
         if self.spec.processor is None and place.accelerators and "routed experts" not in dram:
             dram = {}  # Only the GPU is compared here; the host has no description.
-        if sum(dram.values()) > DRAM_SHARE * self.spec.memory_bytes:
-            return None
+        left = DRAM_SHARE * self.spec.memory_bytes
+        if sum(dram.values()) > left:
+            return _Shortage(DRAM, dram, max(0, round(left)))
         return _Layout(
             place=msgspec.structs.replace(place, gpu_experts=experts),
             kv_tokens=int(cache / per_token),
@@ -325,17 +352,21 @@ class _Planner:
                 "attention too",
             )
 
-    def find_layout(self, users: int, expert_format: str) -> tuple[_Layout | None, list[str]]:
-        """Return the first placement that fits the users and the experts' format; None if none
-        does, and notes on those that did not fit.
+    def find_layout(
+        self, users: int, expert_format: str
+    ) -> tuple[_Layout | list[_Shortage], list[str]]:
+        """Return the first placement that fits the users and the experts' format, or what each
+        lacks if none does; and notes on those that did not fit.
         """
         failed: list[str] = []
+        shortages: list[_Shortage] = []
         for place, gave in self.list_places(expert_format):
             layout = self.lay_out(place, users)
-            if layout is not None:
+            if isinstance(layout, _Layout):
                 return layout, failed
+            shortages.append(layout)
             failed.append(gave or f"all matrices in {place.dense_format}")
-        return None, failed
+        return shortages, failed
 
     def refine(self, layout: _Layout, users: int, *, is_told: bool) -> _Layout:
         """Choose how GPUs share the work, streaming of experts, chunk size and deferral (experts
@@ -379,11 +410,14 @@ class _Planner:
                 continue
             place = msgspec.structs.replace(layout.place, chunk_tokens=chunk)
             kinds: list[Placement] = [place]
-            if place.accelerators and self.shape.moe_layers and place.is_attention_on_gpu:
+            most = max((layer.num_experts for layer in self.shape.moe_layers), default=0)
+            has_others = layout.place.gpu_experts < most
+            if place.accelerators and has_others and place.is_attention_on_gpu:
                 kinds.append(msgspec.structs.replace(place, prefill="streamed"))
             for kind in kinds:
                 found = self.lay_out(kind, users)
-                if found is not None and found.place.gpu_experts * 2 >= layout.place.gpu_experts:
+                is_kept = isinstance(found, _Layout)
+                if is_kept and found.place.gpu_experts * 2 >= layout.place.gpu_experts:
                     options.append((found, self._prefill(found.place)))
         rates = {
             kind: max((r for o, r in options if o.place.prefill == kind), default=0.0)
@@ -403,7 +437,10 @@ class _Planner:
     def _tell_prefill(
         self, place: Placement, rates: dict[str, float], options: list[tuple[_Layout, float]]
     ) -> None:
-        if self.shape.moe_layers and place.accelerators:
+        most = max((layer.num_experts for layer in self.shape.moe_layers), default=0)
+        if most and place.accelerators and place.gpu_experts == most:
+            self.choose("experts of a prompt", "on the GPU", "all of them are there")
+        elif most and place.accelerators:
             other = "cpu" if place.prefill == "streamed" else "streamed"
             names = {"cpu": "on the CPU", "streamed": "streamed to the GPU, layer by layer"}
             why = f"{rates[place.prefill]:.0f} tokens/s of a prompt of {self.wishes.prompt_tokens}"
@@ -456,7 +493,7 @@ class _Planner:
 
         def serves(users: int) -> bool:
             layout, _ = self.find_layout(users, expert_format)
-            if layout is None:
+            if not isinstance(layout, _Layout):
                 return False
             place = self.refine(layout, users, is_told=False).place
             return self._decode(place, users) / users >= self.wishes.rate
@@ -492,8 +529,8 @@ def make_plan(
     planner = _Planner(spec, shape, stored_format, wishes, efficiencies)
     expert_format = planner.choose_expert_format() if shape.expert_weights else stored_format
     layout, failed = planner.find_layout(wishes.users, expert_format)
-    if layout is None:
-        raise CapacityError("placement.make_plan", _tell_shortage(planner, expert_format))
+    if not isinstance(layout, _Layout):
+        raise CapacityError("placement.make_plan", _tell_shortage(planner, layout, expert_format))
     _tell_offload(planner, layout, failed)
     layout = planner.refine(layout, wishes.users, is_told=True)
     place = layout.place
@@ -527,18 +564,22 @@ def make_plan(
     )
 
 
-def _tell_shortage(planner: _Planner, expert_format: str) -> str:
-    spec, shape, wishes = planner.spec, planner.shape, planner.wishes
-    need = shape.expert_weights * FORMAT_BYTES[expert_format]
-    rest = shape.num_weights - shape.expert_weights
-    need += rest * FORMAT_BYTES[planner.list_formats(planner.dense_stored)[-1]]
-    cache = wishes.users * shape.count_cache_bytes(wishes.context)
-    have = (spec.memory_bytes + spec.accelerator_memory_bytes) / GIB
-    return (
-        f"{shape.name} does not fit {spec.name}: weights {need / GIB:.1f} GiB and cache "
-        f"{cache / GIB:.1f} GiB, of DRAM and GPU memory together {have:.1f} GiB: allow a coarser "
-        "quality, fewer users or a shorter context"
-    )
+def _tell_shortage(planner: _Planner, shortages: list[_Shortage], expert_format: str) -> str:
+    """Return why no placement fits: what the one that lacks the least DRAM needs, and what would
+    help. Memory of GPUs alone stops no model where a processor can compute all of it.
+    """
+    spec, shape = planner.spec, planner.shape
+    of_dram = [short for short in shortages if short.device == DRAM]
+    short = min(of_dram or shortages, key=lambda each: each.lack_bytes)
+    text = f"{shape.name} does not fit {spec.name}: the placement that lacks the least takes "
+    text += f"{short.describe()}: allow a coarser quality, fewer users or a shorter context"
+    experts = short.need.get("routed experts", 0)
+    rest = sum(short.need.values()) - experts
+    if short.device != DRAM or not experts or rest >= short.have_bytes:
+        return text
+    kept = (short.have_bytes - rest) / (shape.expert_weights * FORMAT_BYTES[expert_format])
+    text += "; or keep routed experts on an SSD, as `tandem serve` does where memory is short: "
+    return text + f"beside the rest there is room for {kept:.0%} of them in memory"
 
 
 def _tell_offload(planner: _Planner, layout: _Layout, failed: list[str]) -> None:
@@ -632,6 +673,6 @@ def _list_memory(spec: HardwareSpec, layout: _Layout) -> tuple[DeviceMemory, ...
         memory.append(DeviceMemory(device="GPU", capacity_bytes=capacity, parts=layout.gpu))
     if layout.dram:
         memory.append(
-            DeviceMemory(device="DRAM", capacity_bytes=spec.memory_bytes, parts=layout.dram)
+            DeviceMemory(device=DRAM, capacity_bytes=spec.memory_bytes, parts=layout.dram)
         )
     return tuple(memory)
