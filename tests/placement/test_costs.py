@@ -9,6 +9,7 @@ from tandem.placement.costs import Efficiencies, Placement, decode_time, prefill
 from tandem.placement.fitting import (
     FITTED,
     fit,
+    fit_own,
     median_error,
     predict_row,
     predict_rows,
@@ -163,7 +164,7 @@ def test_streamed_experts_cost_their_load_once_a_chunk():
 
 
 def test_the_fit_gives_the_efficiencies_of_the_file_and_meets_its_rows():
-    fitted, kept = fit(), read_efficiencies()
+    fitted, kept = fit(), read_efficiencies("published")
     for name in FITTED:
         assert getattr(fitted, name) == pytest.approx(getattr(kept, name), rel=1e-4)
     published = read_published()
@@ -173,8 +174,22 @@ def test_the_fit_gives_the_efficiencies_of_the_file_and_meets_its_rows():
                 assert figure.error == pytest.approx(0, abs=1e-6)
 
 
+def test_plans_count_with_what_our_own_kernels_reach():
+    """The file has the medians; two memory channels' worth of decode is near the roofline."""
+    assert read_efficiencies() == fit_own()
+    kernels = read_efficiencies().formats
+    assert all(0.5 < shares.bandwidth < 1 for shares in kernels.values())
+    spec, shape = find_hardware("reference"), shape_of("qwen3-30b-a3b")
+    place = Placement(
+        expert_format="int8", dense_format="int8", is_dense_on_gpu=False, is_attention_on_gpu=False
+    )
+    step = decode_time(spec, shape, place, read_efficiencies(), users=1, context=128)
+    roofline = shape.active_weights * FORMAT_BYTES["int8"] / (spec.cpu_bandwidth_gbps * 1e9)
+    assert 0.8 < roofline / step.seconds < 1.0
+
+
 def test_published_speeds_are_predicted_within_a_quarter_in_the_median():
-    figures = [f for f in predict_rows(read_efficiencies()) if not f.is_fitted]
+    figures = [f for f in predict_rows(read_efficiencies("published")) if not f.is_fitted]
     assert len(figures) >= 25
     assert median_error(figures) <= 0.25
     for figure in figures:

@@ -20,7 +20,7 @@ def train(model, machine=WHERE, **wishes):
 
 
 def test_published_runs_are_predicted_and_each_outlier_is_explained():
-    figures = list_training(read_efficiencies())
+    figures = list_training(read_efficiencies("published"))
     told = {(row.rate, row.vram_gb, row.dram_gb) for row in read_published().training}
     assert {(227.6, 5.5, 30), (40.35, 70, 1250), (36.55, 81, 2100)} <= told
     assert len(figures) == 3 * len(told)
@@ -58,7 +58,7 @@ def test_a_step_without_a_gpu_is_passes_over_the_cpu():
     planned = train("qwen3-30b-a3b", "reference", tokens=1, accumulation=4)
     spec, eff = find_hardware("reference"), read_efficiencies()
     shape = read_shape(find_model("qwen3-30b-a3b").config, "qwen3-30b-a3b")
-    bandwidth = spec.cpu_bandwidth_gbps * 1e9 * eff.cpu_bandwidth
+    bandwidth = spec.cpu_bandwidth_gbps * 1e9 * eff.formats["bf16"].bandwidth
     layer = shape.layers[0]
     experts = 48 * 8 * layer.expert_weights * 2 / bandwidth
     others = (shape.attention_weights + shape.dense_weights + shape.head_weights) * 2 / bandwidth
@@ -79,7 +79,7 @@ def test_the_command_predicts_a_run_of_a_model_that_is_not_here(tmp_path, capsys
     )
     finetune(recipe, ["gradient_checkpointing=true"], dry_run=True, hardware=WHERE, json=True)
     report = json.loads(capsys.readouterr().out)
-    want = next(f for f in list_training(read_efficiencies()) if f.row == "sft-v3")
+    want = next(f for f in list_training(read_efficiencies("published")) if f.row == "sft-v3")
     assert report["plan"]["tokens_per_s"] == pytest.approx(want.predicted)
     assert report["wishes"]["accumulation"] == 16
     finetune(recipe, [], dry_run=True, hardware=WHERE, json=False)

@@ -1,9 +1,9 @@
 """The cost model: how long a step takes, by a roofline per operator class.
 
 The time of a class is the larger of its bytes over the bandwidth and its operations over the peak,
-each peak times an efficiency. Five efficiencies are fitted to three published rows chosen
-beforehand (``fitting.py``); the others are given, with their sources. No published row has a
-parameter of its own.
+each peak times an efficiency (``fitting.py``): for plans those of our own kernels, for published
+speeds five that are fitted to three rows chosen beforehand; the others are given, with their
+sources. No published row has a parameter of its own.
 """
 
 from typing import Annotated, Literal
@@ -54,8 +54,8 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     memory.
     """
     formats: dict[str, FormatShares] = {}
-    """Measured: shares by weight format, which replace ``cpu_bandwidth``, ``cpu_avx`` and
-    ``cpu_amx``; a format that is missing uses those.
+    """Measured: shares by weight format, which replace ``cpu_bandwidth`` and ``cpu_avx``, and
+    ``cpu_amx`` on a machine whose peaks are measured; a format that is missing uses those.
     """
     handover_us: Annotated[float, Meta(ge=0)]
     """Fitted: microseconds from GPU to CPU and back, once for each layer with experts on
@@ -196,7 +196,10 @@ class _Machine:
         share = self._eff.cpu_amx if isa == "amx" else self._eff.cpu_avx
         measured = self._eff.formats.get(weight_format)
         if measured is not None:
-            bandwidth, share = measured.bandwidth, measured.compute
+            bandwidth = measured.bandwidth
+            # Shares of formats are of AVX's peak, unless this machine's own AMX was measured.
+            if isa != "amx" or processor.int8_tops:
+                share = measured.compute
         peak = self._spec.cpu_tflops(is_int8=weight_format in INT8_FORMATS, isa=isa)
         peak *= F32_SHARE[isa] if weight_format == "f32" else 1.0
         reads = size_bytes / (self.dram * bandwidth)

@@ -1,5 +1,8 @@
-"""The fit of the cost model's efficiencies to chosen rows, and predictions of all published
-rows.
+"""The efficiencies of the cost model, and predictions of all published rows.
+
+There are two sets. Published speeds are of other programs' kernels: three chosen rows of them fix
+five efficiencies, with which the others are predicted. What is planned runs on our own kernels,
+whose shares of a machine's rates are the medians of our own measurements.
 """
 
 import math
@@ -7,16 +10,32 @@ import statistics
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import resources
+from typing import Any, Literal
 
 import msgspec
 
 from tandem.core.config import parse_yaml
 from tandem.core.errors import InternalError
 from tandem.placement.catalog import PublishedRow, find_hardware, find_model, read_published
-from tandem.placement.costs import Efficiencies, Placement, decode_time, prefill_time
+from tandem.placement.costs import (
+    Efficiencies,
+    FormatShares,
+    Placement,
+    decode_time,
+    prefill_time,
+)
+from tandem.placement.hardware import Isa
 from tandem.placement.shape import read_shape
 
-__all__ = ["Figure", "fit", "median_error", "predict_row", "predict_rows", "read_efficiencies"]
+__all__ = [
+    "Figure",
+    "fit",
+    "fit_own",
+    "median_error",
+    "predict_row",
+    "predict_rows",
+    "read_efficiencies",
+]
 
 FITTED = ("cpu_bandwidth", "cpu_avx", "cpu_amx", "staging", "handover_us")
 START = (0.5, 0.1, 0.1, 0.1, 100.0)
@@ -40,11 +59,62 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
         return self.predicted / self.published - 1
 
 
+class _MeasuredRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A share of a machine's rates that our kernels of one weight format have reached."""
+
+    format: str
+    isa: Isa
+    bandwidth: float | None = None
+    compute: float | None = None
+    source: str
+
+
+class _Measured(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rows: tuple[_MeasuredRow, ...]
+    handover_us: float
+    handover_source: str
+
+
+def _read_data(name: str) -> Any:
+    file = resources.files("tandem.placement") / "data" / name
+    return parse_yaml(file.read_text("utf-8"))
+
+
 @cache
-def read_efficiencies() -> Efficiencies:
-    """Return the fitted efficiencies from the package's data; a test repeats the fit."""
-    file = resources.files("tandem.placement") / "data" / "efficiencies.yaml"
-    return msgspec.convert(parse_yaml(file.read_text("utf-8")), Efficiencies)
+def read_efficiencies(of: Literal["ours", "published"] = "ours") -> Efficiencies:
+    """Return efficiencies from the package's data; a test makes them again.
+
+    Args:
+        of: ``ours`` for plans; ``published`` for speeds that other programs reached.
+    """
+    return msgspec.convert(_read_data("efficiencies.yaml")[of], Efficiencies)
+
+
+def fit_own() -> Efficiencies:
+    """Return the efficiencies of our own kernels, medians of what was measured of them. What was
+    not measured, AMX on prompts and copies for streaming, is that of the published rows.
+    """
+    measured = msgspec.convert(_read_data("measured.yaml"), _Measured)
+    rows = measured.rows
+    compute = statistics.median(row.compute for row in rows if row.compute is not None)
+
+    def find_shares(name: str) -> FormatShares:
+        own = [row for row in rows if row.format == name]
+        reached = [row.compute for row in own if row.compute is not None]
+        return FormatShares(
+            bandwidth=statistics.median(r.bandwidth for r in own if r.bandwidth is not None),
+            compute=statistics.median(reached) if reached else compute,
+        )
+
+    formats = {name: find_shares(name) for name in dict.fromkeys(row.format for row in rows)}
+    formats["int4"] = formats["int4g32"]
+    return msgspec.structs.replace(
+        read_efficiencies("published"),
+        cpu_bandwidth=statistics.median(r.bandwidth for r in rows if r.bandwidth is not None),
+        cpu_avx=compute,
+        handover_us=measured.handover_us,
+        formats=formats,
+    )
 
 
 def predict_row(row: PublishedRow, eff: Efficiencies, *, is_fitted: bool = False) -> list[Figure]:

@@ -53,7 +53,7 @@ def explain_row(name: str) -> str:
 
 def render_predictions() -> str:
     """Return the page of predicted and published speeds in Markdown."""
-    published, eff = read_published(), read_efficiencies()
+    published, eff = read_published(), read_efficiencies("published")
     figures = predict_rows(eff)
     rows = {row.id: row for row in published.rows}
     lines = [INTRODUCTION, _sum_up(figures), "", *_tell_efficiencies(eff), ""]

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -126,13 +126,19 @@ def find_shape(model: str) -> tuple[ModelShape, str]:
     return read_shape(known.config, known.name), known.stored_format
 
 
-def find_machine(hardware: str) -> tuple[HardwareSpec, Efficiencies]:
+def find_machine(
+    hardware: str, of: Literal["ours", "published"] = "ours"
+) -> tuple[HardwareSpec, Efficiencies]:
     """Return the description of a machine by name or file; for `measured`, of this machine.
+
+    Args:
+        hardware: name or file.
+        of: whose efficiencies, unless this machine's are measured; see ``read_efficiencies``.
 
     Raises: errors of ``read_hardware``.
     """
     if hardware != MEASURED:
-        return read_hardware(hardware), read_efficiencies()
+        return read_hardware(hardware), read_efficiencies(of)
     from tandem.kernels.calibration import read_calibration
 
     calibration = read_calibration()
@@ -252,6 +258,8 @@ def _tell_machine(spec: HardwareSpec) -> tuple[object, ...]:
 def print_published(*, as_json: bool) -> None:
     """Print the cost model's predictions beside published speeds."""
     if as_json:
-        print_json([msgspec.to_builtins(figure) for figure in predict_rows(read_efficiencies())])
+        print_json(
+            [msgspec.to_builtins(figure) for figure in predict_rows(read_efficiencies("published"))]
+        )
     else:
         sys.stdout.write(render_predictions())

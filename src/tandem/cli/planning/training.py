@@ -32,7 +32,8 @@ def show_training(recipe: Recipe, hardware: str, *, as_json: bool) -> None:
     if recipe.method.stage != "sft":
         what = f"stage {recipe.method.stage}: a run elsewhere is predicted for sft alone"
         raise UnsupportedError("cli.finetune", what)
-    spec, efficiencies = find_machine(hardware)
+    # Of fine-tuning on GPU and CPU together published runs alone are known.
+    spec, efficiencies = find_machine(hardware, "published")
     shape, _ = find_shape(recipe.model.model_name_or_path)
     wishes = TrainingWishes(
         tokens=recipe.train.per_device_train_batch_size * recipe.data.cutoff_len,
