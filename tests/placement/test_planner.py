@@ -126,6 +126,32 @@ def test_experts_of_a_prompt_are_where_all_experts_are():
     assert not [c for c in plan.rejected if c.what == "experts of a prompt"]
 
 
+def test_memory_that_gpu_and_cpu_share_is_counted_once():
+    spec = find_hardware("dgx-spark")
+    plan = plan_of("gpt-oss-120b", spec)
+    [memory] = plan.memory
+    assert memory.used_bytes <= 0.95 * spec.memory_bytes
+    assert memory.parts["routed experts"] == pytest.approx(60 * GIB, rel=0.1)
+    twice = msgspec.structs.replace(spec, memory_gib=2 * spec.memory_gib, is_unified=False)
+    plan_of("qwen3-235b-a22b", twice, quality="int4")
+    with pytest.raises(CapacityError, match="qwen3-235b"):
+        plan_of("qwen3-235b-a22b", spec, quality="int4")
+    [cost] = compare([spec])
+    assert cost.price_usd == pytest.approx(cost.usd_per_gb * spec.memory_gib)
+    assert cost.price_usd == pytest.approx(cost.usd_per_gbps * spec.cpu_bandwidth_gbps)
+    # Experts that are computed by both take their time after one another.
+    shape = read_shape(find_model("gpt-oss-120b").config, "")
+    both = msgspec.structs.replace(plan.placement, gpu_experts=64)
+    times = [
+        decode_time(each, shape, both, read_efficiencies(), users=1, context=128).seconds
+        for each in (spec, msgspec.structs.replace(spec, is_unified=False))
+    ]
+    assert times[0] > 1.1 * times[1]
+    # Decode is bound by the one memory, whichever computes.
+    active = read_shape(find_model("gpt-oss-120b").config, "").active_weights
+    assert plan.decode_rate < 273e9 / (0.5 * active)
+
+
 def test_dense_layers_leave_before_attention_as_the_cache_grows():
     seen = []
     for context, users in ((8192, 1), (8192, 4), (131_072, 1), (163_840, 1), (131_072, 2)):

@@ -46,6 +46,12 @@ def test_memory_is_counted_by_device():
     assert not train("kimi-k2", "6454s-4090", tokens=512).fits
 
 
+def test_memory_that_gpu_and_cpu_share_is_counted_once():
+    memory = train("qwen3-30b-a3b", "dgx-spark", tokens=1).memory
+    assert [(each.device, each.capacity_bytes) for each in memory] == [("DRAM", 119 << 30)]
+    assert {"routed experts", "contexts of the GPUs"} <= set(memory[0].parts)
+
+
 def test_an_adapter_has_the_weights_of_its_modules():
     """Qwen3-30B-A3B: q, k, v and o of 48 layers, whose routed experts are not trained."""
     heads, kv_heads, width, head = 32, 4, 2048, 128

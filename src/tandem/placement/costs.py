@@ -20,8 +20,8 @@ __all__ = ["Efficiencies", "FormatShares", "LayerTime", "Parts", "Placement", "S
 Share = Annotated[float, Meta(gt=0, le=1)]
 INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
 """Weight formats whose products are of int8; other formats' products are of bf16."""
-F32_SHARE: dict[Isa, float] = {"avx2": 1.0, "avx512": 0.5, "amx": 1 / 16}
-"""Speed of float32 products relative to bf16: AMX has no float32, AVX2 no bf16."""
+F32_SHARE: dict[Isa, float] = {"avx2": 1.0, "avx512": 0.5, "amx": 1 / 16, "neon": 1.0}
+"""Speed of float32 products relative to bf16: AMX has no float32, AVX2 and NEON no bf16."""
 AMX_ROWS = 4
 """Tokens of an expert above which AMX tiles pay off: KTransformers' own rule."""
 ACTIVATION_BYTES = 2
@@ -343,7 +343,7 @@ def _layer_time(
     return LayerTime(parts=parts, shared_gpu=shared, top_k=layer.top_k if layer.num_experts else 0)
 
 
-def _layer_seconds(time: LayerTime, deferred: int) -> float:
+def _layer_seconds(time: LayerTime, deferred: int, *, is_unified: bool) -> float:
     """Return the seconds of a layer whose parts overlap, as ``kernels.hybrid`` orchestrates them.
 
     Routed experts on the CPU overlap with the shared experts and with routed ones on the GPU. The
@@ -354,8 +354,12 @@ def _layer_seconds(time: LayerTime, deferred: int) -> float:
     Args:
         time: the layer's parts.
         deferred: experts of a token that are deferred.
+        is_unified: True if GPU and CPU read from one memory, so that neither gains by the other's
+            work beside its own.
     """
     parts, late = time.parts, time.find_late_share(deferred)
+    if is_unified:
+        return parts.gpu + parts.gpu_experts + parts.cpu + parts.cpu_experts + parts.handover
     before = parts.gpu - time.shared_gpu + parts.cpu
     immediate = parts.cpu_experts * (1 - late)
     beside = time.shared_gpu + parts.gpu_experts
@@ -396,7 +400,7 @@ def _step(
             is_prefill=is_prefill,
         )
         parts = time.parts
-        seconds += count * _layer_seconds(time, deferred)
+        seconds += count * _layer_seconds(time, deferred, is_unified=spec.is_unified)
         seconds += 0.0 if machine.num else count * eff.layer_us * 1e-6
         for name in sums:
             sums[name] += count * getattr(parts, name)

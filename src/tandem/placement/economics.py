@@ -59,7 +59,9 @@ class Replacement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _measure(spec: HardwareSpec) -> tuple[float, float, float]:
-    """Return a machine's bf16 TFLOPS, GB/s and GB, of processors and GPUs together."""
+    """Return a machine's bf16 TFLOPS, GB/s and GB, of processors and GPUs together; memory
+    that they share counts once.
+    """
     tflops = spec.cpu_tflops(is_int8=False)
     if spec.processor is not None and spec.processor.sustained_tflops:
         tflops = spec.processor.sustained_tflops * spec.sockets
@@ -67,8 +69,9 @@ def _measure(spec: HardwareSpec) -> tuple[float, float, float]:
     gpu, num = spec.accelerator, spec.num_accelerators
     if gpu is not None:
         tflops += num * gpu.bf16_tflops
-        gbps += num * gpu.bandwidth_gbps
-        memory += num * gpu.memory_gib
+        if not spec.is_unified:
+            gbps += num * gpu.bandwidth_gbps
+            memory += num * gpu.memory_gib
     return tflops, gbps, memory
 
 

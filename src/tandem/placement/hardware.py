@@ -14,15 +14,16 @@ __all__ = ["OPS_PER_CYCLE", "Accelerator", "HardwareSpec", "Isa", "Processor"]
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Text = Annotated[str, Meta(min_length=1)]
-Isa = Literal["avx2", "avx512", "amx"]
+Isa = Literal["avx2", "avx512", "amx", "neon"]
 
 OPS_PER_CYCLE: dict[Isa, tuple[int, int]] = {
     "avx2": (32, 64),
     "avx512": (128, 256),
     "amx": (1024, 2048),
+    "neon": (32, 128),
 }
-"""Operations of one core per cycle, for bf16 (AVX2: float32) and int8; a multiply-add counts as
-two.
+"""Operations of one core per cycle, for bf16 (AVX2, NEON: float32) and int8; a multiply-add counts
+as two. NEON's are those of four units of 128 bits with products of bytes.
 
 AVX-512 and AMX are as in the KTransformers talk: 256 and 2048 with int8, half as many with bf16.
 """
@@ -87,6 +88,9 @@ class HardwareSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """DRAM of the whole machine, in GiB."""
     accelerator: Accelerator | None = None
     num_accelerators: Annotated[int, Meta(ge=0)] = 0
+    is_unified: bool = False
+    """True if the GPU uses the processor's memory: ``memory_gib`` is all there is, and the GPU's
+    own ``memory_gib`` is the part of it that the GPU may use."""
     dram_usd_per_gib: NonNegative = 5
     """Price of server DRAM per GiB; `price_source` tells its origin."""
     price_source: str = "DRAM at $5 a GiB, the middle of 2024 and 2025's retail prices"

@@ -219,6 +219,11 @@ class _Planner:
         return chosen
 
     @property
+    def gpu_name(self) -> str:
+        """Name of the GPUs' memory, for messages."""
+        return "the memory that GPU and CPU share" if self.spec.is_unified else "GPU memory"
+
+    @property
     def dense_stored(self) -> str:
         """Format in which checkpoints store matrices other than routed experts."""
         return self.stored if self.stored in ("f32", "bf16", "fp8") else "bf16"
@@ -280,9 +285,11 @@ class _Planner:
         if place.accelerators:
             gpu["workspace"] = round(self.count_workspace_bytes(place))
             static = self.count_static_bytes(place.accelerators)
+            if self.spec.is_unified:
+                static = min(static, DRAM_SHARE * self.spec.memory_bytes - sum(dram.values()))
             free = static - sum(gpu.values())
             if free < 0:
-                return _Shortage("GPU memory", gpu, max(0, round(static)))
+                return _Shortage(self.gpu_name, gpu, max(0, round(static)))
             # If GPU memory is short, routed experts leave before dense layers: no experts stay on a
             # GPU that lacks room for the dense layers.
             if shape.moe_layers and place.is_dense_on_gpu:
@@ -291,7 +298,7 @@ class _Planner:
                 experts = min(wanted, most, int(free // slot))
                 if wishes.gpu_experts is not None and experts < min(wanted, most):
                     gpu["routed experts"] = round(min(wanted, most) * slot)
-                    return _Shortage("GPU memory", gpu, round(static))
+                    return _Shortage(self.gpu_name, gpu, round(static))
                 if experts:
                     gpu["routed experts"] = round(experts * slot)
                     free -= experts * slot
@@ -305,11 +312,15 @@ class _Planner:
             most = max(layer.num_experts for layer in shape.moe_layers)
             if experts == most:
                 del dram["routed experts"]
+            elif self.spec.is_unified:
+                dram["routed experts"] = round(dram["routed experts"] * (1 - experts / most))
         if not is_cache_on_gpu:
             dram["workspace"] = round(self.count_workspace_bytes(place))
         if self.spec.processor is None and place.accelerators and "routed experts" not in dram:
             dram = {}  # Only the GPU is compared here; the host has no description.
         left = DRAM_SHARE * self.spec.memory_bytes
+        if self.spec.is_unified:
+            left -= sum(gpu.values())
         if sum(dram.values()) > left:
             return _Shortage(DRAM, dram, max(0, round(left)))
         return _Layout(
@@ -411,7 +422,7 @@ class _Planner:
             place = msgspec.structs.replace(layout.place, chunk_tokens=chunk)
             kinds: list[Placement] = [place]
             most = max((layer.num_experts for layer in self.shape.moe_layers), default=0)
-            has_others = layout.place.gpu_experts < most
+            has_others = layout.place.gpu_experts < most and not self.spec.is_unified
             if place.accelerators and has_others and place.is_attention_on_gpu:
                 kinds.append(msgspec.structs.replace(place, prefill="streamed"))
             for kind in kinds:
@@ -668,6 +679,12 @@ def _list_classes(shape: ModelShape, place: Placement, wishes: Wishes) -> Iterat
 
 def _list_memory(spec: HardwareSpec, layout: _Layout) -> tuple[DeviceMemory, ...]:
     memory: list[DeviceMemory] = []
+    if spec.is_unified:
+        parts = dict(layout.gpu)
+        for name, size in layout.dram.items():
+            parts[name] = parts.get(name, 0) + size
+        shared = DeviceMemory(device=DRAM, capacity_bytes=spec.memory_bytes, parts=parts)
+        return (shared,)
     if spec.accelerator is not None and layout.place.accelerators:
         capacity = math.floor(layout.place.accelerators * spec.accelerator.memory_gib * GIB)
         memory.append(DeviceMemory(device="GPU", capacity_bytes=capacity, parts=layout.gpu))

@@ -169,6 +169,9 @@ def _count_memory(
     gpu = spec.accelerator
     if gpu is None:
         dram = {**parts, **dram}
+    elif spec.is_unified:
+        parts["contexts of the GPUs"] = spec.num_accelerators * CONTEXT_BYTES
+        dram = {**parts, **dram}
     else:
         parts["contexts of the GPUs"] = spec.num_accelerators * CONTEXT_BYTES
         capacity = spec.accelerator_memory_bytes
