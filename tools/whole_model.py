@@ -7,11 +7,18 @@ object a run: seconds until it is loaded, milliseconds of a decode step at 1 and
 a prefill, and the most memory that our process had, beside packed size and stored size. The peak is
 of anonymous and shared memory: mapped pages of the file are the system's to take back. A file that
 is there is used again.
+
+With ``--run forecast`` the speeds that `tandem plan` predicts of the file, or of any that ``--out``
+names, are printed beside measured ones. Each round measures the machine as the plan does once, and
+then times the engine, so that other load on the machine slows both sides: the quotients say how
+good the cost model is, not how busy the machine is.
 """
 
 import argparse
 import json
+import os
 import re
+import statistics
 import subprocess
 import sys
 import threading
@@ -24,14 +31,21 @@ import torch
 from tandem import _native
 from tandem.bench.children import start_child
 from tandem.bench.rivals.llama_rivals import PEERS, LlamaCpp, install_llama
-from tandem.bench.serving.driver import EngineDriver
+from tandem.bench.serving.driver import EngineDriver, Phase
 from tandem.bench.serving.stored import SHAPE, write_random_gguf
 from tandem.core.errors import UnsupportedError
+from tandem.kernels.calibration import Calibrator
+from tandem.models.loading.loader import make_kv_layout
 from tandem.models.planning.planner import plan_model
+from tandem.placement.costs import decode_time, prefill_time
+from tandem.placement.served import fit_formats, place_served, read_served
 
 WHOLE = SHAPE | {"num_hidden_layers": 48, "vocab_size": 151_936}
 CONTEXT, PREFILL, SPARE = 128, 1000, 64
 BATCHES = (1, 4)
+FORECASTS: tuple[tuple[Phase, int], ...] = (("decode", 128), ("prefill", 512))
+"""What is predicted: a step after so many tokens, and a prompt of so many."""
+BLOCK_TOKENS = 64
 RUN_TIMEOUT_S = 3600.0
 SAMPLE_S = 0.05
 """Seconds between two looks at the memory in use."""
@@ -93,6 +107,40 @@ def run_peer(path: Path, peer: str) -> dict[str, Any]:
         model.close()
 
 
+def run_forecast(path: Path, rounds: int) -> dict[str, Any]:
+    """Predict and measure a decode step and a prompt; return milliseconds, medians, and the
+    quartiles of predicted over measured.
+    """
+    plan = plan_model(path)
+    kv = make_kv_layout(plan.spec, BLOCK_TOKENS, "auto")
+    shape = read_served(plan, kv_bytes=kv.bytes_per_token)
+    driver, calibrator = EngineDriver(path, "auto", packed_cache="auto"), Calibrator()
+    generator = torch.Generator().manual_seed(1)
+    pairs: dict[str, list[tuple[float, float]]] = {phase: [] for phase, _ in FORECASTS}
+    for number in range(rounds + 1):
+        for phase, tokens in FORECASTS:
+            calibrator.forget()
+            calibrator.measure()
+            now = calibrator.sum_up()
+            spec, eff = now.hardware, fit_formats(plan, now.efficiencies)
+            place = place_served(plan, chunk_tokens=tokens)
+            if phase == "decode":
+                step = decode_time(spec, shape, place, eff, users=1, context=tokens)
+            else:
+                step = prefill_time(spec, shape, place, eff, tokens=tokens)
+            prompt = torch.randint(3, plan.spec.vocab_size, (1, tokens), generator=generator)
+            measured_ms = driver.measure(phase, prompt.tolist())
+            if number:  # The first round is the first use of everything.
+                pairs[phase].append((step.seconds * 1e3, measured_ms))
+    found: dict[str, Any] = {"run": "forecast", "file": path.name, "load": os.getloadavg()[0]}
+    for phase, both in pairs.items():
+        predicted, measured = (statistics.median(side) for side in zip(*both, strict=True))
+        quotients = statistics.quantiles([p / m for p, m in both], n=4)
+        found |= {f"{phase}_predicted_ms": predicted, f"{phase}_ms": measured}
+        found[f"{phase}_quotients"] = quotients
+    return found
+
+
 def run_alone(path: Path, run: str) -> None:
     """Measure in a process of its own and print what it found."""
     command = [sys.executable, __file__, "--out", str(path), "--run", run]
@@ -108,7 +156,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("whole.gguf"), help="the file")
     parser.add_argument("--kind", default="q4_k_m", help="a mixture, or a type of all matrices")
     parser.add_argument("--layers", type=int, default=WHOLE["num_hidden_layers"])
-    parser.add_argument("--run", default="", help="one run alone, in this process: ours or a rival")
+    parser.add_argument(
+        "--run", default="", help="one run alone, in this process: ours, forecast or a rival"
+    )
+    parser.add_argument("--rounds", type=int, default=9, help="of a forecast")
     arguments = parser.parse_args()
     path: Path = arguments.out
     if not path.exists():
@@ -117,7 +168,10 @@ def main() -> None:
         draft.rename(path)
     if arguments.run:
         try:
-            found = run_ours(path) if arguments.run == "ours" else run_peer(path, arguments.run)
+            if arguments.run == "forecast":
+                found = run_forecast(path, arguments.rounds)
+            else:
+                found = run_ours(path) if arguments.run == "ours" else run_peer(path, arguments.run)
         except UnsupportedError as error:
             found = {"run": arguments.run, "skipped": error.what}
         sys.stdout.write(json.dumps(found) + "\n")

@@ -5,7 +5,7 @@ import pytest
 
 from tandem.core.errors import ConfigError
 from tandem.placement.catalog import find_hardware, find_model, list_models, read_published
-from tandem.placement.costs import Efficiencies, Placement, decode_time, prefill_time
+from tandem.placement.costs import ITEM_NORMS, Efficiencies, Placement, decode_time, prefill_time
 from tandem.placement.fitting import (
     FITTED,
     fit,
@@ -205,3 +205,26 @@ def test_the_page_is_what_the_command_prints(request, capsys):
     page = request.config.rootpath / "docs" / "reference" / "predictions.md"
     plan(published=True, json=False, help_all=False)
     assert page.read_text("utf-8") == capsys.readouterr().out == render_predictions()
+
+
+def test_calls_of_experts_count_where_there_are_experts():
+    """And the work between products by tokens, where the plan says how much of it there is."""
+    spec = find_hardware("reference")
+    place = Placement(
+        expert_format="int8", dense_format="int8", is_dense_on_gpu=False, is_attention_on_gpu=False
+    )
+    plain = read_efficiencies()
+    told = msgspec.structs.replace(plain, layer_us=10.0, experts_us=1000.0, norm_ns=1.0)
+    for name, calls_us in (("llama3-70b", 80 * 10), ("qwen3-30b-a3b", 48 * 1010)):
+        shape = shape_of(name)
+        times = [
+            decode_time(spec, shape, place, eff, users=1, context=64).seconds
+            for eff in (plain, told)
+        ]
+        assert times[1] - times[0] == pytest.approx(calls_us * 1e-6)
+    layers = tuple(msgspec.structs.replace(layer, row_items=1000) for layer in shape.layers)
+    longer = msgspec.structs.replace(shape, layers=layers)
+    ours, without = (
+        prefill_time(spec, each, place, told, tokens=100).seconds for each in (longer, shape)
+    )
+    assert ours - without == pytest.approx(48 * 100 * 1000 * ITEM_NORMS * 1e-9)

@@ -46,7 +46,7 @@ from tandem.models.planning.plan_report import list_formats
 from tandem.placement.choosers import CHUNKS, Choice, choose_chunk
 from tandem.placement.costs import Placement, StepTime, decode_time, prefill_time
 from tandem.placement.experts.tier import predict_token_seconds
-from tandem.placement.served import place_served, read_served
+from tandem.placement.served import fit_formats, place_served, read_served
 from tandem.placement.shape import FORMAT_BYTES, ModelShape
 
 __all__ = ["RUNTIME_BYTES", "EnginePlan", "Forecast", "count_users", "plan_engine"]
@@ -526,7 +526,8 @@ def count_users(planned: EnginePlan, rate: float) -> int:
     kv_bytes = make_kv_layout(planned.model.spec, config.block_size, config.kv_dtype)
     shape = read_served(planned.model, kv_bytes=kv_bytes.bytes_per_token)
     place = place_served(planned.model, chunk_tokens=planned.config.max_batch_tokens)
-    spec, eff, context = calibration.hardware, calibration.efficiencies, told.prompt_tokens
+    eff = fit_formats(planned.model, calibration.efficiencies)
+    spec, context = calibration.hardware, told.prompt_tokens
     fitting = planned.kv.num_blocks * planned.layout.block_size // context
     users = 0
     for count in range(1, min(planned.config.max_running, fitting) + 1):
@@ -667,7 +668,7 @@ def _forecast(
     tier = model.tier
     if calibration is None or model.device != "cpu" or (tier is not None and not tier.read_rate):
         return None
-    spec, eff = calibration.hardware, calibration.efficiencies
+    spec, eff = calibration.hardware, fit_formats(model, calibration.efficiencies)
     item_bytes = place_served(model, chunk_tokens=1).expert_bytes
 
     def decode(place: Placement) -> float:

@@ -21,12 +21,16 @@ from numpy.typing import NDArray
 from tandem import __version__
 from tandem._native import (
     ExpertBank,
+    PackedMatrix,
+    TensorView,
     ThreadPool,
     count_expert_bytes,
+    count_linear_bytes,
     cpu_features,
     kernel_isas,
     read_topology,
     recommend_threads,
+    rms_norm,
 )
 from tandem.kernels.weights.formats import find_format
 from tandem.placement.costs import Efficiencies, FormatShares
@@ -52,10 +56,14 @@ NUM_EXPERTS = 48
 any cache.
 """
 PREFILL_TOKENS = 128
+NORM_ROWS = 256
+"""Rows of a norm to be timed: 2 MB in and out, as much as a step's rows are."""
 MACS = 2_000_000_000
 TINY = 128
-CALLS_A_LAYER = 8
-"""Native calls of a layer: two norms, three products, RoPE, attention, experts."""
+TINY_PRODUCTS, TINY_NORMS = 4, 5
+"""Native calls of a layer on matrices so small that only the calls take time: the products of
+attention and MLP; and two norms, RoPE, and storing KV and attending, which take as long as norms.
+"""
 BUDGET_S = 6.0
 """Seconds for the measuring rounds; filling the banks comes before."""
 ROUNDS = 9
@@ -63,9 +71,9 @@ DISTURBED = 0.5
 """Load of other processes, as a share of the cores, above which a calibration counts as
 disturbed.
 """
-FORMAT = "3"
+FORMAT = "4"
 """Version of the stored calibration; another version is measured again."""
-PEAKS = {"int8": "int8", "int4g32": "int8", "bf16": "bf16"}
+PEAKS = {"int8": "int8", "int4g32": "int8", "q4k": "int8", "q6k": "int8", "bf16": "bf16"}
 """Weight formats to measure, each with the format whose multiply-adds it uses."""
 FILLER = 0x3F
 """Byte that fills the weights to be timed: as a code, or as part of an fp16 or bf16 scale, it is an
@@ -220,6 +228,37 @@ class _Bank:
         return _time(lambda: self._bank.forward(self._pool, x, ids, weights, out))
 
 
+class _TinyLayer:
+    """The calls of a decoder layer on matrices of a few kilobytes."""
+
+    def __init__(self, pool: ThreadPool) -> None:
+        fields = find_format("int8").fields
+        size = count_linear_bytes(**fields, in_features=TINY, out_features=TINY)
+        raw = np.empty(size + 64, np.uint8)
+        offset = -raw.ctypes.data % 64
+        storage = raw[offset : offset + size]
+        storage.fill(FILLER)
+        self._pool = pool
+        self._matrix = PackedMatrix(**fields, in_features=TINY, out_features=TINY, storage=storage)
+        self._rows = [TensorView(np.ones((1, TINY), np.float32)) for _ in range(2)]
+        self._weight = TensorView(np.ones(TINY, np.float32))
+        self._batch = TensorView(np.ones((NORM_ROWS, HIDDEN), np.float32))
+        self._normed = TensorView(np.ones((NORM_ROWS, HIDDEN), np.float32))
+        self._wide = TensorView(np.ones(HIDDEN, np.float32))
+
+    def norm_rows(self) -> None:
+        """Norm a batch of rows."""
+        rms_norm(self._batch, self._wide, self._normed, 1e-6, None, self._pool)
+
+    def run(self) -> None:
+        """Compute all of the layer's products and norms."""
+        x, out = self._rows
+        for _ in range(TINY_PRODUCTS):
+            self._matrix.forward(self._pool, x, out, False, None)
+        for _ in range(TINY_NORMS):
+            rms_norm(x, self._weight, out, 1e-6, None, self._pool)
+
+
 def _time(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
@@ -240,6 +279,7 @@ class Calibrator:
             name: _Bank(name, pool, hidden=HIDDEN, inner=INNER, num=num_experts) for name in PEAKS
         }
         self._tiny = _Bank("int8", pool, hidden=TINY, inner=TINY, num=TOP_K)
+        self._layer = _TinyLayer(pool)
         self._samples: dict[tuple[str, str], list[float]] = {}
         self._load = os.getloadavg()[0]
         self.rounds = 0
@@ -255,7 +295,9 @@ class Calibrator:
         """
         self.rounds += 1
         few = np.arange(TOP_K, dtype=np.int64)[None]
-        self._samples.setdefault(("tiny", "call"), []).append(self._tiny.time_forward(few))
+        self._samples.setdefault(("tiny", "experts"), []).append(self._tiny.time_forward(few))
+        self._samples.setdefault(("tiny", "layer"), []).append(_time(self._layer.run))
+        self._samples.setdefault(("rows", "norm"), []).append(_time(self._layer.norm_rows))
         for name, bank in self._banks.items():
             for what, measure in (
                 ("read", bank.time_reading),
@@ -303,7 +345,9 @@ class Calibrator:
             cpu_avx=compute,
             cpu_amx=compute,
             formats=formats,
-            layer_us=CALLS_A_LAYER * self._middle("tiny", "call") * 1e6,
+            layer_us=self._middle("tiny", "layer") * 1e6,
+            experts_us=self._middle("tiny", "experts") * 1e6,
+            norm_ns=self._middle("rows", "norm") / (NORM_ROWS * HIDDEN) * 1e9,
         )
         return Calibration(
             fingerprint=find_fingerprint(),

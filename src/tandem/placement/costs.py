@@ -14,17 +14,25 @@ from msgspec import Meta
 from tandem.placement.hardware import HardwareSpec, Isa
 from tandem.placement.shape import FORMAT_BYTES, ModelShape, ShapeLayer
 
-__all__ = ["Efficiencies", "FormatShares", "LayerTime", "Parts", "Placement", "StepTime",
-           "chunk_time", "decode_time", "list_decode_layers", "prefill_time"]  # fmt: skip
+__all__ = ["DENSE", "EXPERTS", "Efficiencies", "FormatShares", "LayerTime", "Parts", "Placement",
+           "StepTime", "chunk_time", "decode_time", "list_decode_layers",
+           "prefill_time"]  # fmt: skip
 
 Share = Annotated[float, Meta(gt=0, le=1)]
-INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m"}
+DENSE, EXPERTS = "dense codes", "expert codes"
+"""Names of the mixtures of integer formats that a planned model's matrices have, as formats of a
+placement; see ``served.fit_formats``."""
+INT8_FORMATS = {"int8", "int4", "int4g32", "q4_k_m", DENSE, EXPERTS}
 """Weight formats whose products are of int8; other formats' products are of bf16."""
 F32_SHARE: dict[Isa, float] = {"avx2": 1.0, "avx512": 0.5, "amx": 1 / 16, "neon": 1.0}
 """Speed of float32 products relative to bf16: AMX has no float32, AVX2 and NEON no bf16."""
 AMX_ROWS = 4
 """Tokens of an expert above which AMX tiles pay off: KTransformers' own rule."""
 ACTIVATION_BYTES = 2
+ITEM_NORMS = 5
+"""Time of the work between products, for each of their inputs and outputs, as a multiple of a
+norm's: residuals, norms, rotations, activations and coding to int8. Of two files' prompts of 512
+tokens, 640 and 560 ms, products and attention leave 0.8 to 1 ns for each; a norm takes 0.18."""
 HOP_US = 10.0
 """Microseconds of one collective between GPUs, whatever its size."""
 
@@ -62,7 +70,15 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     the CPU.
     """
     layer_us: Annotated[float, Meta(ge=0)] = 0.0
-    """Measured: microseconds of a layer's calls on the CPU, whatever their size; 0 for layers on
+    """Measured: microseconds of a layer's calls on the CPU, whatever their size, without those of
+    routed experts; 0 for layers on GPUs.
+    """
+    experts_us: Annotated[float, Meta(ge=0)] = 0.0
+    """Measured: microseconds of the call of a layer's routed experts on the CPU, whatever their
+    size.
+    """
+    norm_ns: Annotated[float, Meta(ge=0)] = 0.0
+    """Measured: nanoseconds of a norm on the CPU, for each item of a large batch; 0 for layers on
     GPUs.
     """
     gpu_bandwidth: Share = 0.8
@@ -257,8 +273,8 @@ def _layer_parts(
     """
     dense_bytes, expert_bytes = place.dense_bytes, place.expert_bytes
     ops_each = layer.prefill_ops if is_prefill else layer.decode_ops
-    attention_ops = 2 * tokens * layer.attention_weights
-    attention_ops += tokens * (ops_each * _seen(layer, context) + layer.index_ops * context)
+    product_ops = 2 * tokens * layer.attention_weights
+    score_ops = tokens * (ops_each * _seen(layer, context) + layer.index_ops * context)
     cache = users * (_seen(layer, context) * 2 * layer.kv_items + context * layer.index_bytes)
     cache += users * 2 * layer.state_bytes
     dense = layer.dense_weights + layer.shared_weights
@@ -267,11 +283,14 @@ def _layer_parts(
     if place.is_attention_on_gpu and machine.num:
         cache /= width if layer.kind != "mla" else 1
         attention_bytes = layer.attention_weights * dense_bytes / width
-        ops = attention_ops / width
+        ops = (product_ops + score_ops) / width
         gpu += machine.gpu_time(attention_bytes + cache, ops, place.dense_format)
     else:
-        attention_bytes = layer.attention_weights * dense_bytes + cache
-        cpu += machine.cpu_time(attention_bytes, attention_ops, place.dense_format, tokens)
+        attention_bytes = layer.attention_weights * dense_bytes
+        cpu += machine.cpu_time(attention_bytes, product_ops, place.dense_format, tokens)
+        # Scores and values are products of floats, whatever the format of the weights.
+        is_f32 = place.dense_format == "f32"
+        cpu += machine.cpu_time(cache, score_ops, "f32" if is_f32 else "bf16", tokens)
     if place.is_dense_on_gpu and machine.num:
         ops = 2 * tokens * dense / width
         gpu += machine.gpu_time(dense * dense_bytes / width, ops, place.dense_format)
@@ -401,7 +420,10 @@ def _step(
         )
         parts = time.parts
         seconds += count * _layer_seconds(time, deferred, is_unified=spec.is_unified)
-        seconds += 0.0 if machine.num else count * eff.layer_us * 1e-6
+        if not machine.num:
+            calls_us = eff.layer_us + (eff.experts_us if layer.num_experts else 0.0)
+            calls_us += tokens * layer.row_items * ITEM_NORMS * eff.norm_ns * 1e-3
+            seconds += count * calls_us * 1e-6
         for name in sums:
             sums[name] += count * getattr(parts, name)
     head = shape.head_weights or shape.embedding_weights

@@ -8,13 +8,16 @@ import msgspec
 from tandem.core.model.layers import MlaSpec, StateMixerSpec
 from tandem.core.model.plan import NO_FORMAT, LayerSpec, MatrixPlan, ModelPlan, MoeSpec
 from tandem.core.spec import DTYPE_BYTES
-from tandem.placement.costs import Placement
+from tandem.placement.costs import DENSE, EXPERTS, Efficiencies, FormatShares, Placement
 from tandem.placement.shape import FORMAT_BYTES, ModelShape, ShapeLayer
 
-__all__ = ["place_served", "read_served"]
+__all__ = ["fit_formats", "place_served", "read_served"]
 
 BF16_BYTES = 2
 MIXER_ROLES = ("qkv", "q_up", "head_matrices", "attention_out", "gates", "other")
+MEASURED_AS = (("int8", "int8"), ("q6k", "q6k"), ("q", "q4k"), ("iq", "q4k"))
+"""Beginnings of the names of integer formats, each with the format whose measured speed is taken
+for theirs; those that begin otherwise have 4 to 6 bits and are taken for int4g32."""
 STORED_NAMES = {"f32": "f32", "bf16": "bf16", "float32": "f32", "bfloat16": "bf16"}
 
 
@@ -63,6 +66,7 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
         expert_weights=experts // mlp.num_experts if isinstance(mlp, MoeSpec) else 0,
         num_experts=mlp.num_experts if isinstance(mlp, MoeSpec) else 0,
         top_k=mlp.top_k if isinstance(mlp, MoeSpec) else 0,
+        row_items=sum(_count_items(m, layer) for m in layer.matrices),
     )
     if mixer is None:
         return read
@@ -93,6 +97,14 @@ def _read_layer(layer: LayerSpec, kv_bytes: int, plan: ModelPlan) -> ShapeLayer:
     )
 
 
+def _count_items(matrix: MatrixPlan, layer: LayerSpec) -> int:
+    """Return the inputs and outputs of a matrix for a token; of experts, those that it chooses."""
+    items = matrix.shape[-1] + matrix.shape[-2]
+    if matrix.role == "experts" and isinstance(layer.mlp, MoeSpec):
+        return layer.mlp.top_k * items
+    return items
+
+
 def place_served(plan: ModelPlan, *, chunk_tokens: int) -> Placement:
     """Return the placement of a model that is served on this machine: everything on the CPU.
 
@@ -104,9 +116,9 @@ def place_served(plan: ModelPlan, *, chunk_tokens: int) -> Placement:
     dense = [m for m in plan.matrices if m.role not in ("experts", "embedding")]
     dtype = plan.spec.dtype
     return Placement(
-        expert_format=_name_kind(experts or dense, dtype),
-        expert_item_bytes=_mean_bytes(experts, dtype),
-        dense_format=_name_kind(dense, dtype),
+        expert_format=_name_group(EXPERTS if experts else DENSE, experts or dense, dtype),
+        expert_item_bytes=_mean_bytes(experts or dense, dtype),
+        dense_format=_name_group(DENSE, dense, dtype),
         dense_item_bytes=_mean_bytes(dense, dtype),
         is_dense_on_gpu=False,
         is_attention_on_gpu=False,
@@ -115,13 +127,72 @@ def place_served(plan: ModelPlan, *, chunk_tokens: int) -> Placement:
     )
 
 
+def fit_formats(plan: ModelPlan, eff: Efficiencies) -> Efficiencies:
+    """Return the efficiencies with the shares that a planned model's own mixtures of integer
+    formats reach, under the names that ``place_served`` gives them.
+
+    Args:
+        plan: the model's plan.
+        eff: efficiencies of this machine by format.
+    """
+    groups = {
+        EXPERTS: [m for m in plan.matrices if m.role == "experts"],
+        DENSE: [m for m in plan.matrices if m.role not in ("experts", "embedding")],
+    }
+    dtype = plan.spec.dtype
+    mixed = {
+        name: _mix_shares(group, eff, dtype)
+        for name, group in groups.items()
+        if group and _is_integer(_name_kind(group, dtype))
+    }
+    return msgspec.structs.replace(eff, formats={**eff.formats, **mixed})
+
+
+def _mix_shares(matrices: Sequence[MatrixPlan], eff: Efficiencies, dtype: str) -> FormatShares:
+    """Return the shares that matrices of several formats reach together: means by the time that
+    their bytes, and their weights, take.
+    """
+    default = FormatShares(bandwidth=eff.cpu_bandwidth, compute=eff.cpu_avx)
+    total_bytes = total_weights = reading = computing = 0.0
+    for matrix in matrices:
+        weights, size = prod(matrix.shape), _count_bytes(matrix, dtype)
+        names = [dtype] if matrix.weight_format == NO_FORMAT else matrix.weight_format.split("+")
+        for name in names:
+            shares = eff.formats.get(_find_measured(name), default)
+            reading += size / len(names) / shares.bandwidth
+            computing += weights / len(names) / shares.compute
+        total_bytes, total_weights = total_bytes + size, total_weights + weights
+    return FormatShares(bandwidth=total_bytes / reading, compute=total_weights / computing)
+
+
+def _find_measured(name: str) -> str:
+    """Return the measured format whose speed is taken for that of a weight format."""
+    stored = STORED_NAMES.get(name)
+    if stored is not None or name.startswith("fp8"):
+        return stored or name
+    return next((known for begin, known in MEASURED_AS if name.startswith(begin)), "int4g32")
+
+
+def _is_integer(name: str) -> bool:
+    return name not in STORED_NAMES.values() and not name.startswith("fp8")
+
+
+def _count_bytes(matrix: MatrixPlan, dtype: str) -> int:
+    # A head that is tied to the embedding stores no bytes of its own but still reads the
+    # embedding's, so it is counted at its full size.
+    return matrix.size_bytes or prod(matrix.shape) * DTYPE_BYTES[dtype]
+
+
 def _mean_bytes(matrices: Sequence[MatrixPlan], dtype: str) -> float:
     """Return the average bytes per weight of all matrices; 0 if there are none."""
     num_weights = sum(prod(m.shape) for m in matrices)
-    # A head that is tied to the embedding stores no bytes of its own but still reads the
-    # embedding's, so it is counted at its full size.
-    size = sum(m.size_bytes or prod(m.shape) * DTYPE_BYTES[dtype] for m in matrices)
+    size = sum(_count_bytes(m, dtype) for m in matrices)
     return size / num_weights if num_weights else 0.0
+
+
+def _name_group(group: str, matrices: Sequence[MatrixPlan], dtype: str) -> str:
+    name = _name_kind(matrices, dtype)
+    return group if _is_integer(name) else name
 
 
 def _name_kind(matrices: Sequence[MatrixPlan], dtype: str) -> str:

@@ -62,6 +62,9 @@ class ShapeLayer(msgspec.Struct, frozen=True, kw_only=True):
     """
     index_ops: int = 0
     """Operations of sparse attention's index per token that it scores."""
+    row_items: int = 0
+    """Sum of inputs and outputs of all matrices that a token is multiplied with in the layer, of a
+    planned model; 0 for a model that is known by its configuration alone."""
     adapter_items: int = 0
     """Sum of inputs and outputs of all linear modules except routed experts: a LoRA adapter of rank
     r has r times as many weights.

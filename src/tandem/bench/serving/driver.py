@@ -42,7 +42,7 @@ __all__ = [
     "score_reference",
 ]
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["auto", "float32", "bfloat16"]
 Phase = Literal["prefill", "decode"]
 
 MAX_ROWS = 64
