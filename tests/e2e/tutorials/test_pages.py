@@ -22,7 +22,7 @@ _spec.loader.exec_module(run_page)
 def test_every_fenced_command_is_run(page):
     kinds = FENCE.findall(page.read_text())
     assert set(kinds) <= {"sh", "text", "bash"}
-    # Installing, by make and without it, is run by CI and by tools/check_wheel.py: it needs minutes.
+    # Installing, by make or without it, takes minutes: CI and tools/check_wheel.py do it.
     assert kinds.count("bash") == 2 * (page == README)
     assert "sh" in kinds
 
