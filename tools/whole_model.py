@@ -44,7 +44,7 @@ WHOLE = SHAPE | {"num_hidden_layers": 48, "vocab_size": 151_936}
 CONTEXT, PREFILL, SPARE = 128, 1000, 64
 BATCHES = (1, 4)
 FORECASTS: tuple[tuple[Phase, int], ...] = (("decode", 128), ("prefill", 512))
-"""What is predicted: a step after so many tokens, and a prompt of so many."""
+"""Predicted phases: a step after so many tokens, and a prompt of so many."""
 BLOCK_TOKENS = 64
 RUN_TIMEOUT_S = 3600.0
 SAMPLE_S = 0.05

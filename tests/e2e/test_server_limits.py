@@ -180,23 +180,39 @@ def test_a_key_guards_all_but_health(guarded):
     assert "s3cret" not in command.stdout
 
 
+def hold(server, leave: threading.Event) -> int:
+    """Ask for a very long stream and read it until ``leave`` is set; return the status."""
+    body = {**LONG, "max_tokens": 1900, "stream": True}
+    with (
+        open_client(server) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        lines = response.iter_lines()
+        while not leave.is_set() and next(lines, None) is not None:
+            pass
+    return response.status_code
+
+
 def test_16_streams_4_queued_the_rest_refused(guarded):
+    leave = threading.Event()
+
+    def is_full() -> bool:
+        stats = guarded.stats()
+        return (stats["num_running"], stats["num_waiting"]) == (16, 4)
+
     with concurrent.futures.ThreadPoolExecutor(40) as pool:
-        # Long enough that the first ones still run when the last one comes.
-        body = {**LONG, "max_tokens": 160}
-        jobs = [pool.submit(stream_to_end, guarded, body) for _ in range(40)]
-        results = [job.result() for job in jobs]
-    statuses = [status for status, _, _ in results]
-    assert set(statuses) == {200, 503}
-    # A stream that ends early makes room for another: at least 20 get through.
-    assert statuses.count(200) >= 20
-    assert statuses.count(503) >= 1
+        try:
+            held = [pool.submit(hold, guarded, leave) for _ in range(20)]
+            guarded.wait_until(is_full)
+            jobs = [pool.submit(stream_to_end, guarded, LONG) for _ in range(20)]
+            results = [job.result() for job in jobs]
+        finally:
+            leave.set()
     for status, events, headers in results:
-        if status == 503:
-            assert int(headers["Retry-After"]) >= 1
-            assert events[0]["error"]["message"]
-        else:
-            assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert status == 503
+        assert int(headers["Retry-After"]) >= 1
+        assert events[0]["error"]["message"]
+    assert [job.result() for job in held] == [200] * 20
     guarded.wait_until(guarded.is_idle)
 
 

@@ -81,5 +81,5 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        what = f"cannot read {file}: {error}: give a text (--file)"
+        what = f"cannot read {file}: {error}: give a text by --prompt or --file"
         raise ConfigError("cli.generate", what, field="file") from error

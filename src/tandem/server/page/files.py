@@ -21,7 +21,6 @@ __all__ = ["PAGE_ENDPOINTS", "PAGE_HEADERS", "list_page_routes"]
 
 PAGE_ENDPOINTS = (
     "/metrics",
-    "/model_info",
     "/ready",
     "/requests/{id:path}/timeline",
     "/server_info",
