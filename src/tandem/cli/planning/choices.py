@@ -36,10 +36,10 @@ def print_summary(model: str, rows: Rows, instances: Sequence[str]) -> None:
         values["KV cache"] = f"KV cache of {values['KV cache']}"
     if "speed" in values and whys["speed"].startswith("predicted"):
         values["speed"] += ", predicted"
-    if len(instances) > 1:
-        values["model"] += f"; {', '.join(instances)}, each:"
     for line, names in LINES:
         told = [values[name] for name in names if name in values]
+        if line == "model" and len(instances) > 1:
+            told[-1] += f"; {', '.join(instances)}, each:"
         if told:
             sys.stdout.write(f"{line:<8} {', '.join(told)}\n")
 
