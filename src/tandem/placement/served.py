@@ -141,14 +141,14 @@ def fit_formats(plan: ModelPlan, eff: Efficiencies) -> Efficiencies:
     }
     dtype = plan.spec.dtype
     mixed = {
-        name: _mix_shares(group, eff, dtype)
+        name: _combine_shares(group, eff, dtype)
         for name, group in groups.items()
         if group and _is_integer(_name_kind(group, dtype))
     }
     return msgspec.structs.replace(eff, formats={**eff.formats, **mixed})
 
 
-def _mix_shares(matrices: Sequence[MatrixPlan], eff: Efficiencies, dtype: str) -> FormatShares:
+def _combine_shares(matrices: Sequence[MatrixPlan], eff: Efficiencies, dtype: str) -> FormatShares:
     """Return the shares that matrices of several formats reach together: means by the time that
     their bytes, and their weights, take.
     """

@@ -39,7 +39,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 LLAMA_CPP = SamplingDefaults(temperature=0.8, top_k=40, top_p=0.95, min_p=0.05)
 """Source: llama.cpp, ``common_params_sampling``."""
 OLLAMA = SamplingDefaults(temperature=0.8, top_k=40, top_p=0.9)
-"""Source: Ollama, ``docs/modelfile.md``, but for its ``repeat_penalty``, which looks at 64 tokens;
+"""Source: Ollama, its page on Modelfiles, but for its ``repeat_penalty``, which looks at 64 tokens;
 ours looks at the whole conversation, and would harm long ones."""
 
 _KEYS = {
@@ -49,7 +49,7 @@ _KEYS = {
     "min_p": "general.sampling.min_p",
     "repetition_penalty": "general.sampling.penalty_repeat",
 }
-"""Keys of GGUF metadata. Source: gguf-py, ``constants.py``."""
+"""Keys of GGUF metadata. Source: gguf-py, its table of constants."""
 
 
 class DefaultSampling(NamedTuple):
