@@ -19,7 +19,7 @@ from serving import WAIT_S, LiveServers, wait_until
 
 from tandem.core.errors import ConfigError
 from tandem.server.app import build_app
-from tandem.server.config import ServerConfig, check_exposure, load_api_keys
+from tandem.server.config import ACCESS_LOGGER, ServerConfig, check_exposure, load_api_keys
 
 ENDPOINTS = ["/v1/models", "/metrics", "/server_info", "/model_info", "/flush_cache"]
 
@@ -85,6 +85,7 @@ def test_no_answer_shows_a_key(locked):
 def test_no_log_line_metric_or_page_shows_a_key(locked, caplog):
     """At the most verbose level, of requests with a right key, a wrong one and one in the path."""
     caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger=ACCESS_LOGGER)  # A command's run leaves it at warning.
     right, wrong = "from-config", "of-a-stranger"
     told = []
     for key in (right, wrong):

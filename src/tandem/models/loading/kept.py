@@ -55,14 +55,9 @@ def remove_kept(name: str) -> list[KeptModel]:
     if name in PACKAGED:
         shutil.rmtree(Path(gone[0].path).parent)
     elif is_all:
-        cache = _scan()
-        hashes = [
-            revision.commit_hash
-            for repo in cache.repos
-            if repo.repo_id == wanted
-            for revision in repo.revisions
-        ]
-        cache.delete_revisions(*hashes).execute()
+        for repo in _scan().repos:
+            if repo.repo_id == wanted and repo.repo_type == "model":
+                shutil.rmtree(repo.repo_path)
     else:
         for file in gone[0].files:
             blob = Path(file).resolve()
