@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tandem.cli import main as cli
+from tandem.server.config import ACCESS_LOGGER
 
 sys.path.insert(0, str(Path(__file__).parent))  # Sibling modules of these tests.
 
@@ -22,6 +23,8 @@ def run(monkeypatch, capsys):
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", list(root.handlers))
     monkeypatch.setattr(root, "level", root.level)
+    access = logging.getLogger(ACCESS_LOGGER)
+    access_level = access.level
     # An interrupted one hides the errors that the interrupt causes.
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
@@ -43,4 +46,5 @@ def run(monkeypatch, capsys):
         return status, captured.out, captured.err
 
     yield call
+    access.setLevel(access_level)
     signal.signal(signal.SIGINT, previous)

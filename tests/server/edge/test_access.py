@@ -85,7 +85,7 @@ def test_no_answer_shows_a_key(locked):
 def test_no_log_line_metric_or_page_shows_a_key(locked, caplog):
     """At the most verbose level, of requests with a right key, a wrong one and one in the path."""
     caplog.set_level(logging.DEBUG)
-    caplog.set_level(logging.DEBUG, logger=ACCESS_LOGGER)  # A command's run leaves it at warning.
+    caplog.set_level(logging.DEBUG, logger=ACCESS_LOGGER)  # It has a level of its own.
     right, wrong = "from-config", "of-a-stranger"
     told = []
     for key in (right, wrong):
