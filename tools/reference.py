@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
-from api_page import render_api, render_library, render_sdk_fields
+from page.api import render_api, render_library, render_sdk_fields
 from msgspec import inspect
-from states_page import render_states
+from page.states import render_states
 
 from tandem.cli.config import SHORT_NAMES, Config
 from tandem.core.config import ISA_VARIABLES, MAX_ISA, list_fields

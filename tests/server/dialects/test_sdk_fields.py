@@ -14,7 +14,7 @@ TOOLS = Path(__file__).parents[3] / "tools"
 def test_every_field_of_the_clients_is_decided(monkeypatch):
     """With the clients that ``constraints.txt`` pins; a new one has new fields."""
     monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
-    from api_page import list_sdk_fields
+    from page.api import list_sdk_fields
 
     for request in REQUEST_TYPES:
         fields = list_sdk_fields(request)

@@ -1,7 +1,7 @@
 """The fields that the official clients can send: which are served, ignored or refused.
 
 A field is served if the request's struct has it, refused if the dialect's table names it, and
-ignored only if it is listed here, with the reason why that changes no answer. ``tools/api_page.py``
+ignored only if it is listed here, with the reason why that changes no answer. ``tools/page/api.py``
 writes the page of it and a test compares with the clients themselves.
 """
 
