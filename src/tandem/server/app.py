@@ -16,7 +16,6 @@ from urllib.parse import quote
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -44,7 +43,7 @@ from tandem.server.dialects.vectors.embeddings import read_pooling
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
 from tandem.server.edge.auth import ADMIN_PATHS, ApiKeyGate
 from tandem.server.edge.connection import ClientGoneError
-from tandem.server.edge.hosts import HostGate
+from tandem.server.edge.hosts import CrossOrigin, HostGate
 from tandem.server.edge.http_errors import (
     HttpError,
     WriteError,
@@ -68,8 +67,6 @@ __all__ = ["build_app"]
 _logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 200
-_CORS_MAX_AGE_S = 600
-"""Seconds for which a browser may cache the answer to a preflight."""
 
 
 def build_app(
@@ -174,23 +171,14 @@ def _make_gates(
     context: ServerContext, keys: tuple[str, ...], hosts: list[str], page: list[str]
 ) -> list[Middleware]:
     config = context.config
-    cors: list[Middleware] = []
-    if config.cors_origins:
-        cors.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=config.cors_origins,
-                allow_methods=("GET", "POST", "DELETE"),
-                allow_headers=("*",),
-                expose_headers=("x-request-id", "retry-after"),
-                max_age=_CORS_MAX_AGE_S,
-            )
-        )
+    origins = config.cors_origins
+    # Whoever may connect may do all on a server without keys; local pages may do a little of it.
+    allows_local = not keys and is_loopback(config.host)
     return [
         Middleware(AccessLog, clock=context.clock),
-        *cors,
+        Middleware(CrossOrigin, origins=origins, allows_local=allows_local),
         Middleware(AdmissionGate, lifecycle=context.lifecycle, max_in_flight=config.max_in_flight),
-        Middleware(HostGate, allowed=hosts, origins=config.cors_origins),
+        Middleware(HostGate, allowed=hosts, origins=origins, allows_local=allows_local),
         Middleware(ApiKeyGate, keys=keys, admin_keys=config.admin_api_key, keyless_paths=page),
     ]
 

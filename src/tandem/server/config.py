@@ -92,7 +92,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...],
         Meta(
             description="Origins of web pages that may use this server from a browser, such as "
-            "https://chat.example.org; '*' is every one; empty: none but its own."
+            "https://chat.example.org; '*' is every one. Its own may always; those of loopback and "
+            "of apps may chat, embed and list models where host is loopback and no key is set."
         ),
     ] = ()
     max_body_bytes: Annotated[

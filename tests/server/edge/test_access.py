@@ -18,8 +18,11 @@ from fake_engine import FakeEngine
 from serving import WAIT_S, LiveServers, wait_until
 
 from tandem.core.errors import ConfigError
+from tandem.server.api.endpoints import list_endpoints
 from tandem.server.app import build_app
 from tandem.server.config import ACCESS_LOGGER, ServerConfig, check_exposure, load_api_keys
+from tandem.server.edge.hosts import LOCAL_CALLS
+from tandem.server.lifecycle import OPEN_PATHS
 
 ENDPOINTS = ["/v1/models", "/metrics", "/server_info", "/model_info", "/flush_cache"]
 
@@ -127,10 +130,6 @@ def test_pages_of_other_sites_cannot_post(serve_text):
         reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
         assert reply.status_code == 403, origin
     assert live.engine.requests == []
-    # What another program serves on this machine, or the one before it, is a stranger.
-    for origin in ("http://localhost:3000", "http://localhost", "http://127.0.0.1:1"):
-        reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
-        assert reply.status_code == 403, origin
     for origin in (live.url, f"http://localhost:{live.running.port}"):
         reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
         assert reply.status_code == 200, origin
@@ -351,6 +350,71 @@ def test_a_page_of_another_origin_may_not(serve_text):
             reply = live.post("/generate", {"text": "a"}, headers={"Origin": origin})
             assert reply.status_code == 403
     assert live.engine.requests == []
+
+
+LOCAL_ORIGINS = (
+    *("http://localhost:3000", "http://localhost", "http://127.0.0.1:1", "https://[::1]:5173"),
+    *("http://tauri.localhost", "tauri://localhost", "app://obsidian.md", "vscode-webview://1a2b"),
+)
+
+
+def test_local_pages_may_generate_and_list_models_and_no_more(serve_text):
+    """Where no key is needed: a page of this machine is not a stranger, but not its user either."""
+    live = serve_text()
+    served = {(m, each.path) for each in list_endpoints(live.config) for m in each.methods}
+    assert served >= LOCAL_CALLS, "each is an endpoint"
+    for origin in LOCAL_ORIGINS:
+        headers = {"Origin": origin}
+        for extra in ({}, {"stream": True}):
+            reply = live.post("/v1/completions", {"prompt": "a", **extra}, headers=headers)
+            assert reply.status_code == 200, (origin, reply.text)
+            assert reply.headers["Access-Control-Allow-Origin"] == origin
+        for path in ("/v1/models", "/v1/models/tiny", "/api/tags"):
+            reply = live.get(path, headers=headers)
+            assert (reply.status_code, reply.headers.get("Access-Control-Allow-Origin")) == (
+                200,
+                origin,
+            )
+        reply = preflight(live, origin)
+        assert (reply.status_code, reply.headers["Access-Control-Allow-Origin"]) == (200, origin)
+    headers = {"Origin": LOCAL_ORIGINS[0]}
+    for method, path in sorted(served - LOCAL_CALLS):
+        if path in OPEN_PATHS or path == "/v1/models/{name:path}":
+            continue
+        reply = requests.request(method, live.url + path, json={}, headers=headers, timeout=10)
+        assert (reply.status_code, "Access-Control-Allow-Origin" in reply.headers) == (403, False)
+        assert "Access-Control-Allow-Origin" not in preflight(live, headers["Origin"], path).headers
+    assert (
+        requests.delete(f"{live.url}/v1/models/tiny", headers=headers, timeout=10).status_code
+        == 403
+    )
+
+
+def test_local_pages_are_strangers_elsewhere(serve_text):
+    """To a server with a key, beyond loopback or behind a proxy, and by origins like local ones."""
+    open_one = serve_text(allowed_hosts=("proxy.example",))
+    for live, origin, host in (
+        *((serve_text(api_key=("k",)), origin, None) for origin in LOCAL_ORIGINS[::7]),
+        (serve_text(host="0.0.0.0", allow_unauthenticated=True), LOCAL_ORIGINS[0], None),
+        (open_one, LOCAL_ORIGINS[0], "proxy.example"),
+        *(
+            (open_one, origin, None)
+            for origin in (
+                *("null", "file://", "app:", "app", "data://localhost", "chrome-extension://abc"),
+                *(
+                    "http://localhost.evil.com",
+                    "http://evil.com/localhost",
+                    "http://localhost@e.com",
+                ),
+                *("http://128.0.0.1", "http://[::2]", "http://evil.com:localhost"),
+            )
+        ),
+    ):
+        headers = {"Origin": origin, "Authorization": "Bearer k"}
+        headers |= {"Host": host} if host else {}
+        reply = live.post("/v1/completions", {"prompt": "a"}, headers=headers)
+        assert (reply.status_code, "Access-Control-Allow-Origin" in reply.headers) == (403, False)
+        assert reply.json()["error"]["code"] == "origin_not_allowed"
 
 
 def test_every_origin_on_demand_but_not_every_host(serve_text):
