@@ -7,9 +7,9 @@ error leaves through ``_answer_error``.
 
 import asyncio
 import logging
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import quote
 
@@ -254,11 +254,10 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     what = error.detail
     if error.status_code == 404:
         path = quote(request.url.path)[:_LONGEST_PATH]
-        served = ", ".join(
-            f"{'/'.join(each.methods)} {re.sub(r':path', '', each.path)}"
-            for each in list_endpoints(request.app.state.context.config)
-        )
-        what = f"there is no endpoint {path}: there are {served}"
+        known = {each.path for each in list_endpoints(request.app.state.context.config)}
+        near = get_close_matches(request.url.path[:_LONGEST_PATH], known, n=1)
+        hint = f"did you mean {near[0].replace(':path', '')}? " if near else ""
+        what = f"there is no endpoint {path}: {hint}GET /openapi.json lists all"
     return error_response(
         HttpError(
             error.status_code,

@@ -226,7 +226,11 @@ def test_a_body_that_never_comes_is_given_up(serve):
 
 
 def test_unknown_path_and_wrong_method(shared):
-    assert check(shared.get("/v2/nothing"), 404)["code"] == "not_found"
+    missing = check(shared.get("/v2/nothing"), 404)
+    assert missing["code"] == "not_found"
+    assert missing["message"] == ("there is no endpoint /v2/nothing: GET /openapi.json lists all")
+    missing = check(shared.post("/chat/completions", {}), 404)
+    assert "did you mean /v1/chat/completions?" in missing["message"]
     assert check(shared.get(CHAT), 405)["code"] == "method_not_allowed"
 
 
