@@ -79,6 +79,22 @@ def test_thinking_and_tools_whole_and_streamed(client, say):
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
 
 
+def test_a_call_that_breaks_off_has_what_is_whole(client, say, live):
+    """As at max_tokens; no key that the model did not write."""
+    begun = '<tool_call>\n{"name": "get_weather", "arguments": {'
+    for text, given in (
+        ("", {}),
+        ('"city": "Be', {}),
+        ('"city": "Bern", "days": ', {"city": "Bern"}),
+        ('"city": "Bern", "days": [1, 2', {"city": "Bern", "days": [1]}),
+    ):
+        say(begun + text)
+        options = {"model": "tiny", "max_tokens": len(live.engine.answer), "messages": ASK}
+        whole = client.messages.create(**options, tools=TOOLS)
+        assert whole.stop_reason == "max_tokens", text
+        assert (whole.content[-1].name, whole.content[-1].input) == ("get_weather", given), text
+
+
 def test_conversation_with_tools_goes_to_the_template(client, say):
     say("It rains.")
     client.messages.create(

@@ -3,6 +3,7 @@
 Method: real servers over the fake engine, which answers with texts as models write them.
 """
 
+import itertools
 import json
 
 import msgspec
@@ -13,6 +14,7 @@ from serving import LiveServers
 from vocabularies import CALL, CHAT_TEMPLATE, TOOL_TEMPLATE, make_byte_level_tokenizer
 
 from each import each
+from tandem.models.tokenizing.schemas.json_text import parse_begun_object
 from tandem.server.api.messages import plain_messages
 from tandem.server.outputs.formats import FORMATS
 from tandem.server.protocol.openai import InputMessage
@@ -59,29 +61,42 @@ def ask(live):
 
 
 @each(
-    ("arguments", "written"),
+    ("arguments", "written", "text"),
     [
-        (None, {}),
-        ([], {}),
-        ("", {}),
-        ("null", {}),
-        (" [] ", {}),
-        ({"city": "Bern"}, {"city": "Bern"}),
-        ('{"city": "Bern"}', {"city": "Bern"}),
-        ('{"city": "Be', {"partial_json": '{"city": "Be'}),
-        ("7", {"partial_json": "7"}),
+        (None, {}, "{}"),
+        ([], {}, "{}"),
+        ("", {}, "{}"),
+        ("null", {}, "{}"),
+        (" [] ", {}, "{}"),
+        ({"city": "Bern"}, {"city": "Bern"}, '{"city": "Bern"}'),
+        ('{"city": "Bern"}', {"city": "Bern"}, '{"city": "Bern"}'),
+        ('{"city": "Be', {}, '{"city": "Be'),
+        ("7", {}, "7"),
     ],
 )
-def test_arguments_of_earlier_calls_are_objects_for_templates(arguments, written):
+def test_arguments_of_earlier_calls_are_objects_for_templates(arguments, written, text):
     """They iterate over them; a model whose template takes text gets what was written."""
     call = {"function": {"name": "f", "arguments": arguments}}
     message = msgspec.convert({"role": "assistant", "tool_calls": [call]}, InputMessage)
-    for form, expected in (
-        (FORMATS["qwen"], written),
-        (TEXT_FORM, written.get("partial_json", json.dumps(written))),
-    ):
+    for form, expected in ((FORMATS["qwen"], written), (TEXT_FORM, text)):
         [plain] = plain_messages([message], form)
         assert plain["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_an_object_that_breaks_off_has_what_is_whole():
+    value = {'a"}': "b, [\\", "c": [1, {"d": None, "e": {}}, []], "f": {"g": -2.5}, "h": True}
+    text = json.dumps(value)
+    assert parse_begun_object(text) == value
+    found = [parse_begun_object(text[:end]) for end in range(len(text))]
+    for before, after in itertools.pairwise(found):
+        assert list(after)[: len(before)] == list(before), "nothing that was whole goes away"
+    assert parse_begun_object(text[: text.index("{}")]) == {'a"}': "b, [\\", "c": [1, {"d": None}]}
+    assert parse_begun_object(text[: text.index("}, []")]) == {
+        'a"}': "b, [\\",
+        "c": [1, {"d": None, "e": {}}],
+    }
+    for odd in ("", "7", "[1", "]{", '{"a" 1, "b": 2', "x{", "[" * 10_000):
+        assert parse_begun_object(odd) == {}, odd
 
 
 def test_call_whole(ask):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from tandem.core.errors import ConfigError, UnsupportedError
-from tandem.server.outputs.deltas import read_arguments
+from tandem.models.tokenizing.schemas.json_text import parse_begun_object, parse_json
 from tandem.server.outputs.formats import OutputFormat
 from tandem.server.protocol.openai import InputCall, InputMessage, Tool
 
@@ -91,11 +91,7 @@ def tell_tools(plain: list[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> 
 
 
 def _plain_call(call: InputCall, *, as_text: bool) -> dict[str, Any]:
-    given = call.function.arguments
-    arguments = _read_given(given)
-    if as_text:
-        is_cut = arguments == {"partial_json": given}
-        arguments = given if is_cut else json.dumps(arguments, ensure_ascii=False)
+    arguments = _read_given(call.function.arguments, as_text=as_text)
     entry: dict[str, Any] = {
         "type": "function",
         "function": {"name": call.function.name, "arguments": arguments},
@@ -105,16 +101,29 @@ def _plain_call(call: InputCall, *, as_text: bool) -> dict[str, Any]:
     return entry
 
 
-def _read_given(given: str | dict[str, Any] | list[Any] | None) -> dict[str, Any]:
-    """Return the arguments of an earlier call as an object, which is what templates iterate over.
+def _read_given(
+    given: str | dict[str, Any] | list[Any] | None, *, as_text: bool
+) -> dict[str, Any] | str:
+    """Return the arguments of an earlier call as an object, which is what templates iterate over,
+    or as its JSON.
 
-    No arguments are written in many ways: as nothing, null or an empty list, itself or as JSON. A
-    text that is no object (a call cut off at the token limit) becomes the object that Anthropic's
-    answers have in its place.
+    No arguments are written in many ways: as nothing, null or an empty list, itself or as JSON. Of
+    a text that is no object, as of a call that was cut off at the token limit, the object is what
+    is whole, and the JSON the text itself.
     """
-    if isinstance(given, str):
-        return {} if given.strip() in ("", "null", "[]") else read_arguments(given)
-    return given if isinstance(given, dict) else {}
+    arguments = given if isinstance(given, dict) else {}
+    if isinstance(given, str) and given.strip() not in ("", "null", "[]"):
+        if as_text and not _is_object(given):
+            return given
+        arguments = parse_begun_object(given)
+    return json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(parse_json(text), dict)
+    except ValueError:
+        return False
 
 
 def _write_call(call: dict[str, Any]) -> str:

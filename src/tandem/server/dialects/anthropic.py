@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.models.tokenizing.schemas.json_text import parse_begun_object
 from tandem.server.context import ServedModel, ServerContext
 from tandem.server.dialects.chat import (
     can_continue,
@@ -33,7 +34,6 @@ from tandem.server.outputs.deltas import (
     Delta,
     ReasoningDelta,
     TextDelta,
-    read_arguments,
 )
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol.anthropic import (
@@ -160,7 +160,7 @@ class _Answer:
         (generation,) = generations
         calls = [block for block in self.blocks if block.type == "tool_use"]
         for block, text in zip(calls, self.arguments, strict=True):
-            block.input = read_arguments(text)
+            block.input = parse_begun_object(text)
         return self._make_message(generation, self.blocks, generation.num_tokens)
 
     def make_events(self, generation: Generation, piece: Piece) -> list[bytes]:

@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.errors import UnsupportedError
+from tandem.models.tokenizing.schemas.json_text import parse_begun_object
 from tandem.server.api.grammars import read_grammar
 from tandem.server.context import ChoicePlan, ServedModel, ServerContext
 from tandem.server.dialects.chat import can_continue, plan_conversation
@@ -33,7 +34,6 @@ from tandem.server.outputs.deltas import (
     Delta,
     ReasoningDelta,
     TextDelta,
-    read_arguments,
 )
 from tandem.server.protocol import openai as oai
 from tandem.server.protocol.ollama import (
@@ -175,7 +175,7 @@ class _Answer:
             return
         call_id, name = self.open_call
         function = OllamaCallFunction(
-            name=name, arguments=read_arguments(self.arguments), index=self.num_calls
+            name=name, arguments=parse_begun_object(self.arguments), index=self.num_calls
         )
         parts.calls.append(OllamaCall(function=function, id=call_id))
         self.num_calls += 1

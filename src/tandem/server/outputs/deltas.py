@@ -4,9 +4,7 @@ Joined in order, the deltas of a generation do not depend on how its text was cu
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
-
-from tandem.models.tokenizing.schemas.json_text import parse_json
+from typing import NamedTuple, Protocol
 
 __all__ = [
     "ArgumentsDelta",
@@ -16,7 +14,6 @@ __all__ = [
     "ReasoningDelta",
     "TextDelta",
     "join_deltas",
-    "read_arguments",
 ]
 
 
@@ -93,12 +90,3 @@ def join_deltas(deltas: Sequence[Delta]) -> list[Delta]:
         else:
             joined.append(delta)
     return joined
-
-
-def read_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; incomplete ones as text under "partial_json"."""
-    try:
-        value = parse_json(text) if text else {}
-    except ValueError:
-        value = None
-    return value if isinstance(value, dict) else {"partial_json": text}
