@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.core.errors import ConfigError, UnsupportedError
@@ -22,6 +23,7 @@ from tandem.finetune.data.named_templates import (
 )
 from tandem.finetune.data.records import Conversation
 from tandem.models.families import Checkpoint
+from tandem.models.tokenizing import tokenizer as served
 
 __all__ = [
     "CheckpointTemplate",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 WHERE = "finetune.make_template"
+ENDS = ("bos_token", "eos_token")
 Messages = list[dict[str, str]]
 
 
@@ -347,13 +350,42 @@ def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        what = f"no tokenizer in {checkpoint.folder}: {error}"
-        raise UnsupportedError("finetune.load_tokenizer", what) from error
+    if served.find_gguf_vocabulary(checkpoint.folder) is not None:
+        tokenizer = _load_gguf_tokenizer(checkpoint.folder)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            what = f"no tokenizer in {checkpoint.folder}: {error}"
+            raise UnsupportedError("finetune.load_tokenizer", what) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _load_gguf_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer of a GGUF file's metadata in transformers' form.
+
+    transformers reads GGUF metadata too, but not of every architecture, and splits text by its own
+    tables: the server's reader decides here as well.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    own = served.load_tokenizer(folder)
+    # Which tokens frame a text is in the backend; plain texts (stage pt) ask for them by name.
+    framed, special = own.encode(""), own.special_tokens
+    bos, eos = (own.backend.token_to_id(special.get(name, "")) for name in ENDS)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=own.backend,
+        add_bos_token=bos is not None and framed[:1] == [bos],
+        add_eos_token=eos is not None and framed[-1:] == [eos],
+        **special,
+    )
+    template = own.chat_template
+    if template is not None and own.tool_template is not None:
+        tokenizer.chat_template = {"default": template, "tool_use": own.tool_template}
+    elif template is not None:
+        tokenizer.chat_template = template
     return tokenizer
 
 

@@ -22,7 +22,7 @@ from tandem.models.tokenizing import tiktoken_file
 from tandem.models.tokenizing.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from tandem.models.tokenizing.settings import DEFAULT_TEMPLATE, TOOL_TEMPLATE, read_settings
 
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer", "find_gguf_vocabulary", "load_tokenizer"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -228,6 +228,15 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
+def find_gguf_vocabulary(folder: Path) -> Path | None:
+    """Return the GGUF file whose metadata has the tokenizer of a checkpoint, a folder or a file;
+    None if the folder has a tokenizer in files of its own, or no GGUF file.
+    """
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return find_gguf(folder)
+
+
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a checkpoint folder, or of its GGUF file.
 
@@ -239,16 +248,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ConfigError: a file cannot be read.
         UnsupportedError: a tokenizer that only its own code can read, or of an unknown kind.
     """
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        gguf = find_gguf(folder)
-        if gguf is not None:
-            found = load_gguf_tokenizer(gguf)
-            return Tokenizer(
-                found.backend,
-                special_tokens=found.special_tokens,
-                chat_template=found.chat_template,
-                tool_template=found.tool_template,
-            )
+    gguf = find_gguf_vocabulary(folder)
+    if gguf is not None:
+        found = load_gguf_tokenizer(gguf)
+        return Tokenizer(
+            found.backend,
+            special_tokens=found.special_tokens,
+            chat_template=found.chat_template,
+            tool_template=found.tool_template,
+        )
     settings = read_settings(folder)
     path = folder / "tokenizer.json"
     if path.exists():
