@@ -20,18 +20,20 @@ TITLE = re.compile(r"layer (\d+), (.+): ([\d.]+) MiB on the (GPU|CPU)")
 def drawn():
     known = find_model("deepseek-v3")
     shape = read_shape(known.config, "deepseek-v3")
+    spec = find_hardware("6454s-4090d")
     plan = make_plan(
-        find_hardware("6454s-4090d"),
+        spec,
         shape,
         Wishes(),
         stored_format=known.stored_format,
         efficiencies=read_efficiencies(),
     )
-    return plan, shape, render_picture(plan, shape)
+    return plan, spec, shape, render_picture(plan, spec, shape)
 
 
 def test_bars_are_the_parts_of_each_layer(drawn):
-    plan, shape, text = drawn
+    plan, spec, shape, text = drawn
+    assert f"deepseek-v3 on {spec.title}" in text
     root = ElementTree.fromstring(text)
     bars = []
     for rect in root.iter(f"{SVG}rect"):
@@ -56,10 +58,10 @@ def test_bars_are_the_parts_of_each_layer(drawn):
 
 
 def test_it_loads_nothing_and_any_name_is_text(drawn):
-    plan, shape, text = drawn
+    plan, spec, shape, text = drawn
     assert "href" not in text and "<script" not in text and "url(" not in text
     for choice in plan.choices:
         assert choice.what in text
     odd = msgspec.structs.replace(plan, model='<script>"&')
-    ElementTree.fromstring(render_picture(odd, shape))
-    assert "<script" not in render_picture(odd, shape)
+    ElementTree.fromstring(render_picture(odd, spec, shape))
+    assert "<script" not in render_picture(odd, spec, shape)

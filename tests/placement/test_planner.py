@@ -117,6 +117,10 @@ def test_a_refusal_says_which_memory_is_short_and_names_the_ssd():
     with pytest.raises(CapacityError) as caught:
         plan_of("qwen3-235b-a22b", tiny)
     assert "SSD" not in str(caught.value)
+    # This machine's name in the catalogue is `measured`, which is no machine to a reader.
+    measured = msgspec.structs.replace(tiny, name="measured", title="this machine")
+    with pytest.raises(CapacityError, match="qwen3-235b-a22b does not fit this machine: "):
+        plan_of("qwen3-235b-a22b", measured)
 
 
 def test_experts_of_a_prompt_are_where_all_experts_are():

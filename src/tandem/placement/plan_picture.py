@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
+from tandem.placement.hardware import HardwareSpec
 from tandem.placement.planner import DeviceMemory, Plan
 from tandem.placement.shape import FORMAT_BYTES, ModelShape, ShapeLayer
 
@@ -41,11 +42,12 @@ class _Bar(NamedTuple):
     size_bytes: float
 
 
-def render_picture(plan: Plan, shape: ModelShape) -> str:
+def render_picture(plan: Plan, spec: HardwareSpec, shape: ModelShape) -> str:
     """Return the SVG document of a plan.
 
     Args:
         plan: the plan to draw.
+        spec: the machine that it is for.
         shape: the model whose layers are drawn.
     """
     rows = [list(_list_bars(plan, layer)) for layer in shape.layers]
@@ -62,7 +64,7 @@ def render_picture(plan: Plan, shape: ModelShape) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(MARGIN, 26, f"{plan.model} on {plan.machine}", size=16),
+        _text(MARGIN, 26, f"{plan.model} on {spec.title}", size=16),
         _text(
             MARGIN,
             44,

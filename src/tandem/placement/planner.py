@@ -582,7 +582,7 @@ def _tell_shortage(planner: _Planner, shortages: list[_Shortage], expert_format:
     spec, shape = planner.spec, planner.shape
     of_dram = [short for short in shortages if short.device == DRAM]
     short = min(of_dram or shortages, key=lambda each: each.lack_bytes)
-    text = f"{shape.name} does not fit {spec.name}: the placement that lacks the least takes "
+    text = f"{shape.name} does not fit {spec.title}: the placement that lacks the least takes "
     text += f"{short.describe()}: allow a coarser quality, fewer users or a shorter context"
     experts = short.need.get("routed experts", 0)
     rest = sum(short.need.values()) - experts

@@ -90,7 +90,7 @@ def place_model(
         efficiencies=efficiencies,
     )
     if picture is not None:
-        _write(picture, render_picture(planned, shape), "--picture")
+        _write(picture, render_picture(planned, spec, shape), "--picture")
     if timeline is not None:
         from tandem.cli.planning.timeline import render_timeline
 

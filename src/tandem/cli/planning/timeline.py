@@ -176,7 +176,7 @@ def render_timeline(plan: Plan, spec: HardwareSpec, shape: ModelShape, eff: Effi
             "CPU, which no step that serves computes there."
         )
     )
-    title = f"{plan.model} on {plan.machine}"
+    title = f"{plan.model} on {spec.title}"
     deferred = plan.placement.deferred
     facts = (
         f"One decode step of {wishes.users} sequences of {wishes.context:,} tokens, "
