@@ -119,7 +119,13 @@ def test_convert_writes_a_checkpoint_that_the_next_command_reads(run, tmp_path):
     assert written["size_bytes"] < 0.5 * written["source_bytes"]
     plan = run("plan", str(out), "--modules")[1]
     assert "as the checkpoint stores it: int4 in groups of 32, with zero points" in plan
-    assert run("convert", "demo", "--to", "int8")[0] == 2
+    # One advice: which option it was that is missing.
+    for wrong, advice in (
+        (("--to", "int8"), "--to int8 writes a folder: give --out FOLDER"),
+        (("--format", "q4_k_m"), "a GGUF file is --to q4_k_m --out FOLDER"),
+    ):
+        status, _, errors = run("convert", "demo", *wrong)
+        assert (status, advice in errors) == (2, True), errors
     # Of experts that are packed ahead: with --to they would be passed over.
     other = ("convert", "demo", "--to", "int8", "--out", str(tmp_path / "other"))
     for more in (["--verify"], ["--rules", "r.yaml"], ["--packed-cache", "p"]):

@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -12,7 +12,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["JsonFlag", "format_bytes", "print_json", "print_next", "print_table", "show_work"]
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+__all__ = [
+    "JsonFlag",
+    "format_bytes",
+    "make_bars",
+    "print_json",
+    "print_next",
+    "print_table",
+    "show_work",
+]
 
 PIPED_WIDTH = 4096
 """Width of a table in columns if there is no terminal: wide enough not to wrap a key of a store."""
@@ -36,6 +47,21 @@ def show_work(what: str) -> Iterator[None]:
         return
     with Console(stderr=True).status(Text(what)):
         yield
+
+
+def make_bars(*columns: "ProgressColumn", is_off: bool = False) -> "Progress":
+    """Return progress bars on standard error, which vanish at the end. Nothing is drawn if it is no
+    terminal; standard output has the result only.
+
+    Args:
+        columns: what a bar shows; none: rich's own choice.
+        is_off: True to draw nothing.
+    """
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    off = is_off or not console.is_terminal
+    return Progress(*columns, console=console, transient=True, disable=off)
 
 
 def print_next(*words: object, why: str = "") -> None:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,13 @@ import torch
 from torch import Tensor
 
 from tandem.core.errors import CapacityError, ConfigError, NotFoundError, UnsupportedError
-from tandem.kernels.weights.formats import WeightFormat, explain_groups, find_format, fit_groups
+from tandem.kernels.weights.formats import (
+    WEIGHT_FORMATS,
+    WeightFormat,
+    explain_groups,
+    find_format,
+    fit_groups,
+)
 from tandem.models.codecs.writing import (
     CODED_PARTS,
     OTHER_MODULES,
@@ -31,6 +38,7 @@ from tandem.models.codecs.writing import (
 )
 from tandem.models.families import Checkpoint, open_checkpoint, read_json
 from tandem.models.families.names import IMAGE_PARTS
+from tandem.models.gguf.mixtures import MIXTURES
 from tandem.models.sources.gguf_files import find_gguf
 from tandem.models.sources.safetensors import SafetensorsSource
 from tandem.models.sources.source import Progress
@@ -136,8 +144,9 @@ def export_checkpoint(
     checkpoint = open_checkpoint(path_or_id)
     try:
         find_format(to)
-    except NotFoundError as error:
-        raise ConfigError("models.export", f"to {to!r}: {error.what}", field="to") from None
+    except NotFoundError:
+        what = f"to {to!r}: no format to write: {_advise_format(to)}"
+        raise ConfigError("models.export", what, field="to") from None
     check_absent(out)
     if find_gguf(checkpoint.folder) is not None:
         what = f"{checkpoint.folder.name} is GGUF: it runs as it is; convert its original"
@@ -173,6 +182,19 @@ def export_checkpoint(
         source_bytes=sum(entry.end - entry.begin for entry in source.entries.values()),
         note="; ".join(filter(None, (explain_groups(to, weight_format, widths), raised))),
     )
+
+
+def _advise_format(name: str) -> str:
+    """Return which format may have been meant, or else all that can be written."""
+    names = ["int8", "int4"]
+    for weight_format in WEIGHT_FORMATS.values():
+        with suppress(UnsupportedError):
+            make_encoder(weight_format)
+            names.append(weight_format.name)
+    near = get_close_matches(name, [*names, *MIXTURES], n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"choose one of {', '.join(names)}, or of a GGUF file's {', '.join(MIXTURES)}"
 
 
 def explain_write(error: OSError, out: Path) -> Exception:

@@ -131,8 +131,8 @@ def _list_vocabulary(checkpoint: Checkpoint) -> tuple[dict[str, Value], str]:
     if made is not None:
         return made, ""
     note = (
-        "the GGUF file has no tokenizer, as llama.cpp knows no way to split text as the model's "
-        "does: serve the folder, which has the model's own"
+        "the folder has the model's tokenizer, the GGUF file has none: llama.cpp knows no way to "
+        "split text as the model's does"
     )
     return NO_VOCABULARY, note
 

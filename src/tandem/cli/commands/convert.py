@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 
-from tandem.cli.output import JsonFlag, print_json, print_next
+from tandem.cli.output import JsonFlag, make_bars, print_json, print_next
 
 __all__ = ["convert"]
 
@@ -58,6 +58,7 @@ def convert(
     The line of KTransformers' convert_cpu_weights.py is taken too: --input-path is MODEL,
     --quant-method the format, --output the packed cache.
     """
+    from tandem.models.gguf.mixtures import MIXTURES
     from tandem.models.loading.hub import resolve_folder
 
     # These options of kt-kernel's converter have no effect here: types, devices and threads are
@@ -75,12 +76,17 @@ def convert(
         raise typer.BadParameter("give a model", param_hint="'MODEL'")
     if bool(weight_format) == bool(to):
         raise typer.BadParameter("give --format or --to")
-    if bool(to) != (out is not None):
-        raise typer.BadParameter("--to FORMAT and --out FOLDER go together")
+    if to and out is None:
+        raise typer.BadParameter(f"--to {to} writes a folder: give --out FOLDER")
+    if out is not None and not to:
+        raise typer.BadParameter("--out goes with --to FORMAT")
+    if weight_format.lower() in MIXTURES:
+        what = f"--format packs experts for `tandem serve`: a GGUF file is --to {weight_format}"
+        raise typer.BadParameter(f"{what} --out FOLDER")
     if to and (verify or rules is not None or packed_cache != "auto"):
         raise typer.BadParameter("--verify, --rules and --packed-cache go with --format, not --to")
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
-    with Progress(*columns, TimeRemainingColumn(), disable=json, transient=True) as bars:
+    with make_bars(*columns, TimeRemainingColumn(), is_off=json) as bars:
         task = bars.add_task(model, total=None)
 
         def show(done: int, total: int, what: str) -> None:
@@ -88,9 +94,9 @@ def convert(
 
         if out is not None:
             from tandem.models.export import export_checkpoint
-            from tandem.models.gguf.mixtures import MIXTURES
             from tandem.models.gguf_export import export_gguf
 
+            to = to.lower()
             export = export_gguf if to in MIXTURES else export_checkpoint
             exported = export(resolve_folder(model), to, out, progress=show)
             text = (

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
-from tandem.cli.output import JsonFlag, print_json, print_next
+from tandem.cli.output import JsonFlag, make_bars, print_json, print_next
 
 __all__ = ["pull", "pull_with_bar"]
 
@@ -45,7 +45,7 @@ def pull_with_bar(model: str, revision: str, file: str, *, quiet: bool) -> Path:
     from tandem.models.loading.hub import pull as pull_model
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
-    with Progress(*columns, TransferSpeedColumn(), disable=quiet, transient=True) as bars:
+    with make_bars(*columns, TransferSpeedColumn(), is_off=quiet) as bars:
         task = bars.add_task(model, total=None)
 
         def show(done: int, total: int, what: str) -> None:

@@ -3,10 +3,7 @@
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
-from tandem.cli.output import print_json, print_table
+from tandem.cli.output import make_bars, print_json, print_table
 from tandem.core.errors import UnsupportedError
 
 __all__ = ["print_rates"]
@@ -32,7 +29,7 @@ def print_rates(trace: Path, *, as_json: bool) -> None:
     if num_steps < MIN_STEPS:
         what = f"{trace} has {num_steps} steps with output tokens: record more of them"
         raise UnsupportedError("cli.replay_experts", what)
-    with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bars:
+    with make_bars(is_off=as_json) as bars:
         task = bars.add_task("replaying", total=None)
         replays = replay_layers(
             layers,
