@@ -116,6 +116,9 @@ def workplace(tmp_path, monkeypatch):
 def test_a_command_names_the_next_one(run, workplace, line):
     status, out, errors = run(*shlex.split(line))
     assert status == 0, errors
+    assert out[:1] != "\n", "nothing that draws has been there"
+    if line.startswith("finetune"):
+        assert "mean loss 1.0000" in out
     assert errors.splitlines()[-1] == f"next: {NEXT[line]}"
     assert "next:" not in out, "a script reads the result there"
 

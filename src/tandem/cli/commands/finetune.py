@@ -69,7 +69,7 @@ def finetune(
     )
     loss = report.results.get("train_loss", float("nan"))
     sys.stdout.write(
-        f"{report.output_dir}: loss {loss:.4f}, {report.trainable_parameters} parameters on "
+        f"{report.output_dir}: mean loss {loss:.4f}, {report.trainable_parameters} parameters on "
         f"{report.num_examples} examples{left_out}{too_short}\n"
     )
     model, folder = read.model.model_name_or_path, Path(report.output_dir)
