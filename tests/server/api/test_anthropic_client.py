@@ -251,3 +251,43 @@ def test_errors_have_the_form_of_the_api(client, live):
     with pytest.raises(anthropic.APIStatusError) as lost:
         list(client.messages.create(model="tiny", max_tokens=5, messages=ASK, stream=True))
     assert lost.value.body["type"] == "error"
+
+
+def test_the_request_of_claude_code(live, say):
+    """As version 2.1.331 sends it, shortened: it asks to clear thinking and to keep all of it, and
+    tells its surroundings in a system message after the user's.
+    """
+    say("Hello.")
+    cached = {"cache_control": {"type": "ephemeral"}}
+    body = {
+        "model": "tiny",
+        "max_tokens": 32000,
+        "stream": True,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.331.f79;"},
+            {"type": "text", "text": "You are an agent.", **cached},
+        ],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Say hello"}]},
+            {"role": "system", "content": [{"type": "text", "text": "# Environment", **cached}]},
+        ],
+        "tools": [{**TOOLS[0], "defer_loading": False}],
+        "metadata": {"user_id": "{}"},
+        "thinking": {"type": "adaptive", "display": "omitted"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+    }
+    url, headers = f"{live.url}/v1/messages?beta=true", {"Authorization": f"Bearer {KEYS[0]}"}
+    reply = requests.post(url, json=body, headers=headers, timeout=60)
+    assert (reply.status_code, '"end_turn"' in reply.text) == (200, True), reply.text
+    assert "# Environment" in say.prompt()
+    assert "billing" not in say.prompt()
+    for edit in (
+        {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}},
+        {"type": "clear_thinking_20251015"},
+        {"type": "clear_tool_uses_20250919", "keep": "all"},
+    ):
+        body["context_management"] = {"edits": [edit]}
+        reply = requests.post(url, json=body, headers=headers, timeout=60)
+        assert reply.status_code == 400
+        assert "context_management.edits[0]" in reply.json()["error"]["message"]

@@ -42,6 +42,7 @@ from tandem.server.protocol.anthropic import (
     AnthropicUsage,
     CacheControl,
     CacheCreation,
+    ContextManagement,
     CountReply,
     CountRequest,
     MessagesReply,
@@ -58,7 +59,6 @@ cached prefix would match. The block is dropped: it means nothing to a model."""
 REFUSED_FIELDS = {
     "compaction": "conversations are not compacted: send the messages that count",
     "container": "there are no containers in which code runs",
-    "context_management": "conversations are not edited: send the messages that count",
     "fallbacks": "name one model",
     "mcp_servers": "the server calls no tools: list them under tools and call them yourself",
     "thread": "no conversation is kept: send all messages",
@@ -299,6 +299,7 @@ def _translate(request: CountRequest) -> oai.ChatRequest:
     """Return the request of chat completions that is equivalent to one of Anthropic's messages
     API.
     """
+    _check_edits(request.context_management)
     messages: list[oai.InputMessage] = []
     system = _read_system(request.system)
     if system:
@@ -340,6 +341,23 @@ def _translate(request: CountRequest) -> oai.ChatRequest:
     if form is not None:
         chat.response_format = oai.ResponseFormat("json_schema", {"schema": form.schema})
     return chat
+
+
+def _check_edits(management: ContextManagement | None) -> None:
+    """Check that no edit changes the conversation. Claude Code asks to clear thinking, and to keep
+    all of it, which is what a conversation that nobody edits has.
+
+    Raises: UnsupportedError (an edit would change it).
+    """
+    edits = management.edits if management is not None else None
+    for index, edit in enumerate(edits or ()):
+        if edit.type.startswith("clear_thinking") and edit.keep in ("all", {"type": "all"}):
+            continue
+        field = f"context_management.edits[{index}]"
+        what = (
+            f"{field} is {edit.type!r}: conversations are not edited: send the messages that count"
+        )
+        raise UnsupportedError("server.messages", what, field=field)
 
 
 def _find_caching(

@@ -14,6 +14,7 @@ __all__ = [
     "AnthropicUsage",
     "CacheControl",
     "CacheCreation",
+    "ContextManagement",
     "CountReply",
     "CountRequest",
     "MessagesReply",
@@ -92,6 +93,20 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
+class ContextEdit(msgspec.Struct):
+    """A change of the conversation before the model reads it; fields of each type are its own."""
+
+    type: fields.Name
+    keep: Any = None
+    """What the change leaves: ``"all"``, or an object with a ``type``."""
+
+
+class ContextManagement(msgspec.Struct):
+    """The changes of the conversation that are asked for."""
+
+    edits: Annotated[list[ContextEdit], Meta(max_length=64)] | None = None
+
+
 class CountRequest(msgspec.Struct, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
@@ -106,6 +121,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     """Older name of ``output_config.format``."""
     cache_control: CacheControl | None = None
     """Mark that asks to keep the whole prompt in the cache."""
+    context_management: ContextManagement | None = None
+    """Changes of the conversation; only those that leave all of it are served."""
     timeout: fields.Timeout | None = None
     """Time limit in seconds; an extension."""
 
