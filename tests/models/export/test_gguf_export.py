@@ -250,6 +250,7 @@ def test_labels_of_a_configuration_say_nothing(checkpoint, tmp_path):
     path = folder / "config.json"
     labels = {"_name_or_path": "a/b", "_model_name_or_path": "a/b", "_commit_hash": "12ab"}
     labels |= {"unsloth_version": "2026.1", "auto_map": {"AutoConfig": "a--b.C"}}
+    labels |= {"unk_token_id": 3, "sep_token_id": 2}
     path.write_text(json.dumps(json.loads(path.read_text()) | labels))
     assert export_gguf(folder, "q8_0", tmp_path / "out").num_coded
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mystery_scale": 2.0}))

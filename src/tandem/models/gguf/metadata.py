@@ -46,7 +46,7 @@ FILE_VERSION = 2
 UNSAID = frozenset(
     {
         *("architectures", "dtype", "torch_dtype", "transformers_version", "auto_map"),
-        *("model_type", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+        *("model_type", "use_cache"),
         *("initializer_range", "attention_dropout", "router_aux_loss_coef", "router_jitter_noise"),
         *("output_router_logits", "quantization_config", "compression_config", "rope_theta"),
         *("pretraining_tp", "id2label", "label2id", "problem_type", "max_window_layers"),
@@ -68,6 +68,8 @@ LABELS = ("_", "unsloth_")
 """First letters of fields that are labels of the program that wrote the file, such as the model's
 name or a commit.
 """
+ENDING = "_token_id"
+"""Last letters of fields that number a special token, which the tokenizer's metadata says."""
 
 
 def _find(config: Any, *names: str) -> Any:
@@ -236,7 +238,8 @@ def check_metadata(
     ours = CONFIG_MAPPING[made["model_type"]].from_dict(dict(made))
     for name, wanted in config.to_dict().items():
         got = getattr(ours, name, None)
-        is_said = name not in UNSAID and not name.startswith(LABELS)
+        is_label = name.startswith(LABELS) or name.endswith(ENDING)
+        is_said = name not in UNSAID and not is_label
         if is_said and not _is_same(got, wanted):
             raise _refuse(name, wanted, got)
     pair = [_list_ropes(c, c.rope_parameters) for c in (config, ours)]
