@@ -1,6 +1,6 @@
-"""Write ``recorded.json``: what llama.cpp makes of the files; ``record_llama.py FOLDER``.
+"""Write ``recorded.json``: what llama.cpp makes of the files; ``record_llama.py [FOLDER]``.
 
-The library is that of the npm package ``@node-llama-cpp/linux-x64``, its folder ``bins/linux-x64``.
+FOLDER is that of the library, which npm fetches where none is named.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from llama_cpp import LlamaCpp
+from llama_cpp import LlamaCpp, fetch_library
 from odd_strings import draw_odd_strings
 from real_models import MODELS
 
@@ -84,4 +84,5 @@ def record_all(library: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    RECORDED.write_text(json.dumps(record_all(Path(sys.argv[1])), indent=1) + "\n")
+    found = record_all(Path(sys.argv[1]) if len(sys.argv) > 1 else fetch_library())
+    RECORDED.write_text(json.dumps(found, indent=1) + "\n")
