@@ -178,7 +178,7 @@ def main() -> int:
 
 def _run_capped(isa: str, patterns: str) -> dict[str, dict[str, str]]:
     command = [sys.executable, __file__, "--print", "--cases", patterns]
-    environment = os.environ | {"TANDEM_MAX_ISA": isa}
+    environment = os.environ | {"TANDEM_MAX_ISA": isa, "TRANSFORMERS_VERBOSITY": "error"}
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, timeout=3600, check=True, text=True
     )

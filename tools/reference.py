@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import cast
 
 import msgspec
-from page.api import render_api, render_library, render_sdk_fields
 from msgspec import inspect
+from page.api import render_api, render_library, render_sdk_fields
 from page.states import render_states
 
 from tandem.cli.config import SHORT_NAMES, Config
