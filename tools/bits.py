@@ -422,7 +422,7 @@ class _OwnWays:
         self._states = self._model.allocate_states(3)
 
     def run(self, *chunks: tuple[list[int], int, list[int], int]) -> Any:
-        """As ``_Ways.run``."""
+        """Run sequences as ``_Ways.run`` does."""
         from tandem.kernels.paged import PagedBatch, SequenceChunk
 
         batch = PagedBatch.build(

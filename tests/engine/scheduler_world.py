@@ -15,14 +15,11 @@ from tandem.core.errors import CapacityError, ConfigError
 from tandem.core.spec import make_root_key
 from tandem.core.wire import FinishReason, KvHandle, PrefillKv, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.groups.windows import WindowPolicy, count_seen_blocks
 from tandem.engine.scheduling.blocks import (
     BlockPool,
-    find_state_slot,
-    find_window_block,
-    is_full_block,
-    make_window_id,
 )
 from tandem.engine.scheduling.loads import LoadDecision
 from tandem.engine.scheduling.plan import BlockLoad
@@ -179,17 +176,17 @@ class ToyTier:
             if self.rng.random() >= chance:
                 self.storing.append(block)
                 continue
-            slot, window = find_state_slot(block.block_id), find_window_block(block.block_id)
-            if window is not None:
-                content = runner.window_kv[window]
+            group, number = block.block
+            if group is Group.STATE:
+                content = [runner.states[number]]
             else:
-                content = runner.kv[block.block_id] if slot is None else [runner.states[slot]]
-            content = list(content)
+                kv = runner.window_kv if group is Group.WINDOW else runner.kv
+                content = list(kv[number])
             if self.is_stale(scheduler, block):
                 self.num_stale += 1
-            elif window is not None:
+            elif group is Group.WINDOW:
                 self.windows[block.key] = content
-            elif slot is None:
+            elif group is Group.FULL:
                 self.stored[block.key] = content
             else:
                 [self.states[block.key]] = content
@@ -203,15 +200,13 @@ class ToyTier:
         self.rng.shuffle(ending)
         for load in ending:
             self.moving.remove(load)
-            slot = find_state_slot(load.block_id)
-            if slot is not None:
-                self.end_state(load, slot, scheduler, runner)
+            group, place = load.block
+            if group is Group.STATE:
+                self.end_state(load, place, scheduler, runner)
                 continue
-            window = find_window_block(load.block_id)
-            pool, place = (
-                (runner.kv, load.block_id) if window is None else (runner.window_kv, window)
-            )
-            content = (self.stored if window is None else self.windows).get(load.key)
+            is_full = group is Group.FULL
+            pool = runner.kv if is_full else runner.window_kv
+            content = (self.stored if is_full else self.windows).get(load.key)
             if isinstance(load.source, PrefillKv):
                 # The other instance computes the same prompt.
                 start = load.position * BLOCK_SIZE
@@ -219,19 +214,19 @@ class ToyTier:
                 content = (kv + [POISON] * BLOCK_SIZE)[start : start + BLOCK_SIZE]
             if content is None or self.rng.random() < self.fail_chance:
                 pool[place] = [POISON] * BLOCK_SIZE
-                scheduler.load_failed(load.request, [load.block_id])
+                scheduler.load_failed(load.request, [load.block])
             else:
                 pool[place] = list(content)
-                scheduler.load_done(load.request, [load.block_id])
+                scheduler.load_done(load.request, [load.block])
 
     def end_state(self, load, slot, scheduler: Scheduler, runner: ToyRunner) -> None:
         content = self.states.get(load.key, POISON)
         if content == POISON or self.rng.random() < self.fail_chance:
             runner.states[slot] = POISON
-            scheduler.load_failed(load.request, [load.block_id])
+            scheduler.load_failed(load.request, [load.block])
         else:
             runner.states[slot] = content
-            scheduler.load_done(load.request, [load.block_id])
+            scheduler.load_done(load.request, [load.block])
 
 
 def fingerprint(request: Request) -> list[int]:
@@ -589,17 +584,17 @@ class World:
         if self.tier is None:
             assert not plan.loads
             return
-        moving = [load.block_id for load in self.tier.moving + plan.loads]
+        moving = [load.block for load in self.tier.moving + plan.loads]
         assert len(moving) == len(set(moving)), f"two transfers into one block: {sorted(moving)}"
         from_tier = [x for x in self.tier.moving + plan.loads if isinstance(x.source, TierKv)]
         is_alone = self.num_slots and len({x.request.request_id for x in from_tier}) == 1
-        num_blocks = sum(is_full_block(x.block_id) for x in from_tier)
+        num_blocks = sum(x.block.group is Group.FULL for x in from_tier)
         assert is_alone or num_blocks <= self.num_blocks // 4
-        in_step = {c.src_block_id for c in plan.copies}.union(
-            *(s.block_table for s in plan.sequences)
-        )
+        full = {c.src_block_id for c in plan.copies}.union(*(s.block_table for s in plan.sequences))
+        in_step = {GroupBlock(Group.FULL, b) for b in full}
         if self.window:
-            in_step |= {make_window_id(b) for s in plan.sequences for b in s.window.blocks}
+            windows = {b for s in plan.sequences for b in s.window.blocks}
+            in_step |= {GroupBlock(Group.WINDOW, b) for b in windows}
         assert in_step.isdisjoint(moving), "a step uses a block that a transfer writes"
         running = self.scheduler._state.running
         if running and self.order == "chunked" and running[0].num_remaining_tokens == 1:

@@ -40,6 +40,7 @@ from tandem.core.wire import (
     TokenLogprob,
 )
 from tandem.engine.checks import RequestChecks
+from tandem.engine.groups.group import GroupBlock
 from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import (
@@ -503,20 +504,20 @@ class Engine:
             self._work.notify()
             return self._scheduler.flush_cache()
 
-    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_done(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Record blocks of a request whose load ended with verified content. Any thread."""
         with self._lock:
-            self._scheduler.load_done(request, block_ids)
-            self._timelines.note_loaded(request, block_ids, self._clock.now_s())
+            self._scheduler.load_done(request, blocks)
+            self._timelines.note_loaded(request, blocks, self._clock.now_s())
             self._work.notify()
 
     def load_failed(
-        self, request: Request, block_ids: Sequence[int], reason: str = "failed"
+        self, request: Request, blocks: Sequence[GroupBlock], reason: str = "failed"
     ) -> None:
         """Record blocks whose load failed; the request computes them. Any thread."""
         with self._lock:
-            self._scheduler.load_failed(request, block_ids)
-            self._timelines.note_load_failed(request, block_ids, reason, self._clock.now_s())
+            self._scheduler.load_failed(request, blocks)
+            self._timelines.note_load_failed(request, blocks, reason, self._clock.now_s())
             self._work.notify()
 
     def _note_mask(self, request: Request) -> None:

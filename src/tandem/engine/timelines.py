@@ -17,6 +17,7 @@ from tandem.core.timeline import (
     PrefixMiss,
     StoreLookup,
 )
+from tandem.engine.groups.group import GroupBlock
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request, RequestState
 from tandem.engine.stepping.messages import Phase
@@ -38,7 +39,7 @@ actual reason.
 @dataclass(slots=True)
 class _Load:
     message: KvLoadRecord
-    pending: set[int]
+    pending: set[GroupBlock]
     """Ids of the blocks whose transfer has not ended yet."""
 
 
@@ -92,7 +93,7 @@ class TimelineLog:
             if len(record.preempted_s) < MAX_EVENTS:
                 record.preempted_s.append(now_s - record.arrival_s)
         for load in plan.dropped:
-            self._end_load(load.request, [load.block_id], now_s, _DROPPED)
+            self._end_load(load.request, [load.block], now_s, _DROPPED)
         begun: dict[str, list[BlockLoad]] = {}
         for load in plan.loads:
             begun.setdefault(load.request.request_id, []).append(load)
@@ -110,15 +111,15 @@ class TimelineLog:
                 record.num_decode_steps += 1
                 record.decode_s += seconds
 
-    def note_loaded(self, request: Request, block_ids: Sequence[int], now_s: float) -> None:
+    def note_loaded(self, request: Request, blocks: Sequence[GroupBlock], now_s: float) -> None:
         """Record, in a request's timeline, KV blocks whose load has ended with success."""
-        self._end_load(request, block_ids, now_s, None)
+        self._end_load(request, blocks, now_s, None)
 
     def note_load_failed(
-        self, request: Request, block_ids: Sequence[int], reason: str, now_s: float
+        self, request: Request, blocks: Sequence[GroupBlock], reason: str, now_s: float
     ) -> None:
         """Record, in a request's timeline, KV blocks that could not be loaded, and why."""
-        self._end_load(request, block_ids, now_s, reason)
+        self._end_load(request, blocks, now_s, reason)
 
     def close(self, request: Request, now_s: float) -> None:
         """End the timeline of a request that has ended; it is remembered until newer ones displace
@@ -146,10 +147,10 @@ class TimelineLog:
             asked_blocks=len(loads),
             failures={},
         )
-        record.loads.append(_Load(message, {load.block_id for load in loads}))
+        record.loads.append(_Load(message, {load.block for load in loads}))
 
     def _end_load(
-        self, request: Request, block_ids: Sequence[int], now_s: float, reason: str | None
+        self, request: Request, blocks: Sequence[GroupBlock], now_s: float, reason: str | None
     ) -> None:
         """Record that nothing writes into these blocks any more; ``reason`` tells why their load
         failed, None if they arrived.
@@ -158,7 +159,7 @@ class TimelineLog:
         if record is None or record.request is not request:
             return  # A transfer may end after its request has ended.
         for load in record.loads:
-            ended = load.pending.intersection(block_ids)
+            ended = load.pending.intersection(blocks)
             if not ended:
                 continue
             load.pending -= ended

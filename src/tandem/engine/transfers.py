@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from tandem.core.wire import KvSource
+from tandem.engine.groups.group import GroupBlock
 from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.scheduling.request import Request
@@ -41,18 +42,18 @@ class BlockTransfers(Protocol):
 class LoadSink(Protocol):
     """The receiver of the results of loads, which is the engine."""
 
-    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_done(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Record that blocks have been loaded and their content verified."""
         ...
 
     def load_failed(
-        self, request: Request, block_ids: Sequence[int], reason: str = "failed"
+        self, request: Request, blocks: Sequence[GroupBlock], reason: str = "failed"
     ) -> None:
         """Record that blocks could not be loaded and that nothing writes into them any more.
 
         Args:
             request: the request for which they were loaded.
-            block_ids: ids of the blocks.
+            blocks: the blocks.
             reason: name of the reason in the counters.
         """
         ...

@@ -221,15 +221,16 @@ def test_evicting_tells_key_and_block_of_full_blocks():
     keys = []
     shelf.index.extend_keys(shelf.index.make_root_key(""), keys, tokens_of("abcdefgh"))
     evicted = shelf.index.evict(3)
-    assert [(b.key, b.block_id) for b in evicted] == [(keys[1], blocks[1]), (keys[0], blocks[0])]
-    assert [shelf.pool.get_generation(b.block_id) for b in evicted] == [
+    named = [(b.key, b.block.number) for b in evicted]
+    assert named == [(keys[1], blocks[1]), (keys[0], blocks[0])]
+    assert [shelf.pool.get_generation(b.block.number) for b in evicted] == [
         b.generation for b in evicted
     ]
     assert shelf.pool.num_free == 4, "the tail has no key and is evicted all the same"
     while shelf.pool.num_free:
         shelf.pool.allocate()
     for block in evicted:
-        assert shelf.pool.get_generation(block.block_id) == block.generation + 1
+        assert shelf.pool.get_generation(block.block.number) == block.generation + 1
 
 
 def test_use_makes_a_path_young():

@@ -103,7 +103,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         evicted = self.index.evict(num_blocks)
         assert self.pool.num_free - num_free == min(num_blocks, num_cached)
         gone = nodes.keys() - self.index._by_block.keys()
-        assert {(b.key, b.block_id) for b in evicted} == {
+        assert {(b.key, b.block.number) for b in evicted} == {
             (nodes[block_id], block_id) for block_id in gone if nodes[block_id] is not None
         }
 

@@ -12,6 +12,7 @@ from tandem.core.errors import ConflictError
 from tandem.core.wire import AddRequest, FinishReason, SamplingParams, TierKv
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.loads import LoadDecision
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -62,11 +63,11 @@ class Stage:
         return {s.request.request_id: (s.start, s.num_tokens) for s in self.plan.sequences}
 
     def done(self, request, loads):
-        self.scheduler.load_done(request, [load.block_id for load in loads])
+        self.scheduler.load_done(request, [load.block for load in loads])
         self.scheduler.check()
 
     def failed(self, request, loads):
-        self.scheduler.load_failed(request, [load.block_id for load in loads])
+        self.scheduler.load_failed(request, [load.block for load in loads])
         self.scheduler.check()
 
 
@@ -78,7 +79,7 @@ def test_request_waits_for_its_load_and_computes_the_rest():
     assert stage.tier.asked == [("a", 0, 4)]
     loads = stage.plan.loads
     assert [load.key for load in loads] == request.prefix.block_keys[:4]
-    assert len({load.block_id for load in loads}) == 4
+    assert len({load.block for load in loads}) == 4
     assert stage.scheduler.get_stats().num_loading == 1
     assert stage.step() == {}
     # In any order: what comes early waits for what is before it.
@@ -89,7 +90,7 @@ def test_request_waits_for_its_load_and_computes_the_rest():
     assert request.state is RequestState.WAITING
     assert stage.step() == {"a": (16, 2)}
     assert (request.report.num_cached_tokens, request.report.num_loaded_tokens) == (16, 16)
-    assert request.block_table[:4] == tuple(load.block_id for load in loads)
+    assert request.block_table[:4] == tuple(load.block.number for load in loads)
     assert stage.scheduler.get_stats().num_loaded_blocks == 4
 
 
@@ -150,7 +151,7 @@ def test_first_failure_ends_the_wait_but_not_the_transfers():
     stage.failed(request, [loads[0]])
     assert stage.step() == {"a": (0, 18)}
     assert stage.plan.dropped == loads[1:]
-    assert {load.block_id for load in loads[1:]}.isdisjoint(request.block_table)
+    assert {load.block.number for load in loads[1:]}.isdisjoint(request.block_table)
     assert stage.pool.num_used == len(request.block_table) + 3
     stage.done(request, loads[1:])
     assert stage.pool.num_used == len(request.block_table)
@@ -209,7 +210,7 @@ def test_ended_request_leaves_its_blocks_to_the_transfers(how):
     stage.tier.num_blocks = 0
     while not other.is_finished:
         stage.step()
-        assert {load.block_id for load in loads[1:]}.isdisjoint(other.block_table)
+        assert {load.block.number for load in loads[1:]}.isdisjoint(other.block_table)
     stage.failed(request, loads[1:2])
     stage.done(request, loads[2:])
     assert stage.pool.num_used == 0
@@ -220,8 +221,12 @@ def test_each_end_is_reported_once_and_for_its_own_request():
     request, other = stage.add("a", 18), stage.add("b", 3)
     stage.step()
     loads = stage.plan.loads
-    ids = [load.block_id for load in loads]
-    for wrong in ((other, ids[:1]), (request, [63]), (request, [ids[0], ids[0]])):
+    ids = [load.block for load in loads]
+    for wrong in (
+        (other, ids[:1]),
+        (request, [GroupBlock(Group.FULL, 63)]),
+        (request, [ids[0], ids[0]]),
+    ):
         with pytest.raises(ConflictError, match="report each end once"):
             stage.scheduler.load_done(*wrong)
     stage.done(request, loads)
@@ -299,8 +304,8 @@ def test_full_blocks_are_reported_once_generated_ones_too():
     assert stage.scheduler.wake_s == -math.inf, "the last step's blocks are still to be told"
     stage.step()
     filled += stage.plan.filled
-    assert [(b.key, b.block_id) for b in filled[:2]] == list(
-        zip(request.prefix.block_keys[:2], [b.block_id for b in filled[:2]], strict=True)
+    assert [(b.key, b.block) for b in filled[:2]] == list(
+        zip(request.prefix.block_keys[:2], [b.block for b in filled[:2]], strict=True)
     )
     assert [b.key for b in filled] == request.prefix.block_keys[:4]
     assert all(stage.scheduler.is_unchanged(block) for block in filled)
@@ -372,7 +377,7 @@ def test_engine_sleeps_while_all_wait_for_a_load_and_wakes_when_it_ends():
     assert engine.step() == []
     assert not engine.wait_for_work(0.0)
     request = transfers.loads[0].request
-    block_ids = [load.block_id for load in transfers.loads]
+    block_ids = [load.block for load in transfers.loads]
     woken = threading.Event()
 
     def wait():

@@ -208,7 +208,7 @@ def test_loaded_tokens_and_bytes():
     assert stage.tell("a").loads[0].end_s is None
     request = stage.tier.loads[0].request
     stage.clock.advance(2.0)
-    stage.engine.load_done(request, [load.block_id for load in stage.tier.loads])
+    stage.engine.load_done(request, [load.block for load in stage.tier.loads])
     stage.engine.step()
     told = stage.tell("a")
     assert (told.device_tokens, told.loaded_tokens, told.computed_tokens) == (0, 8, 2)
@@ -223,7 +223,7 @@ def test_a_load_that_fails_names_the_reason():
     stage = Stage(wait_s=10.0)
     stage.add("a", range(14), stored=3, lookup=lookup(3, 3))
     stage.engine.step()
-    request, blocks = stage.tier.loads[0].request, [x.block_id for x in stage.tier.loads]
+    request, blocks = stage.tier.loads[0].request, [x.block for x in stage.tier.loads]
     stage.engine.load_done(request, blocks[:1])
     stage.engine.load_failed(request, blocks[1:2], "corruption")
     stage.engine.step()
@@ -246,7 +246,7 @@ def test_a_load_that_comes_too_late():
     told = stage.tell("a")
     assert explain(told) == (MissReason.TOO_LATE, 0)
     assert told.loads[0].failures == {"too_late": 2}
-    request, blocks = stage.tier.loads[0].request, [x.block_id for x in stage.tier.loads]
+    request, blocks = stage.tier.loads[0].request, [x.block for x in stage.tier.loads]
     stage.engine.load_done(request, blocks)
     assert stage.tell("a").loads[0].failures == {"too_late": 2}
 

@@ -356,11 +356,11 @@ class FreesEarly(BlockLoads):
     """Gives blocks back when a load is given up, not when the transfer into them has ended."""
 
     def _cut(self, request, load, position):
-        cut = [p for p in load.pending[position:] if p.block_id in self._in_transfer]
+        cut = [p for p in load.pending[position:] if p.block in self._in_transfer]
         super()._cut(request, load, position)
         for pending in cut:
-            super()._release((pending.block_id,))
-            del self._in_transfer[pending.block_id]
+            super()._release((pending.block,))
+            del self._in_transfer[pending.block]
 
     def _end_transfers(self, request, block_ids):
         known = [b for b in block_ids if b in self._in_transfer]

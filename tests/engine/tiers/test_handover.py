@@ -194,7 +194,7 @@ def test_decode_goes_on_where_prefill_ended(length):
     assert [load.position for load in node.loads] == list(range(num_blocks))
     assert [not load.key for load in node.loads] == [False] * 4 + [True] * (num_blocks - 4)
     assert {load.source for load in node.loads} == {node.loads[0].request.kv_source}
-    node.engine.load_done(node.loads[0].request, [load.block_id for load in node.loads])
+    node.engine.load_done(node.loads[0].request, [load.block for load in node.loads])
     outputs = node.run()
     assert last.token_ids + tokens_of(outputs) == expected
     assert node.runner.computed[0] == (length, 1), "no prompt token is computed"
@@ -214,8 +214,8 @@ def test_only_lacking_blocks_are_loaded_and_failed_ones_are_computed():
     node.run()
     assert [load.position for load in node.loads] == [2, 3, 4]
     request = node.loads[0].request
-    node.engine.load_failed(request, [node.loads[1].block_id])
-    node.engine.load_done(request, [node.loads[0].block_id, node.loads[2].block_id])
+    node.engine.load_failed(request, [node.loads[1].block])
+    node.engine.load_done(request, [node.loads[0].block, node.loads[2].block])
     assert last.token_ids + tokens_of(node.run()) == expected
     assert (12, 7) in node.runner.computed
     assert node.pool.num_used == 0
@@ -232,7 +232,7 @@ def test_awaited_continuation_may_come_before_the_blocks_or_after(is_early):
     if is_early:
         assert node.engine.continue_request(go_on)
         assert node.run() == []
-    node.engine.load_done(request, [load.block_id for load in node.loads])
+    node.engine.load_done(request, [load.block for load in node.loads])
     if not is_early:
         assert node.run() == []
         assert node.engine.continue_request(go_on)
@@ -257,7 +257,7 @@ def test_continuation_that_does_not_come_is_computed():
     assert not node.engine.continue_request(go_on)
     # The transfers have not ended, so their blocks are nobody's.
     assert node.pool.num_used == 5
-    node.engine.load_failed(node.loads[0].request, [load.block_id for load in node.loads])
+    node.engine.load_failed(node.loads[0].request, [load.block for load in node.loads])
     assert node.pool.num_used == 0
 
 
@@ -306,7 +306,7 @@ def test_late_continuation_is_checked_too():
             )
     node.engine.cancel("b")
     node.run()
-    node.engine.load_failed(node.loads[0].request, [load.block_id for load in node.loads])
+    node.engine.load_failed(node.loads[0].request, [load.block for load in node.loads])
     assert node.pool.num_used == 0
 
 

@@ -177,7 +177,7 @@ def test_windows_are_a_group_of_their_own(publish):
     keys, blocks = insert_chain(index, pool, list(range(12)))
     for node in index.match_blocks(keys).nodes:
         [window_block] = windows.take_for_load(1, [])
-        windows.end_load(node, window_block)
+        windows.end_load(None, node, 0, window_block)
     windows.take_for_load(4, [])  # Evicts the window of the first.
     index.release(tuple(blocks))
     index.evict(1)

@@ -103,10 +103,10 @@ def free_at_once(loads, request, load, position):
     loads._counters.num_failed_loads += len(cut)
     loads._prefix.forget_expected(request, [pending.key for pending in cut])
     for pending in cut:
-        load.done.discard(pending.block_id)
-        if loads._in_transfer.pop(pending.block_id, None) is None:
+        load.done.discard(pending.block)
+        if loads._in_transfer.pop(pending.block, None) is None:
             continue
-        loads._release((pending.block_id,))
+        loads._release((pending.block,))
 
 
 def share_with_anybody(ours, theirs):

@@ -19,6 +19,7 @@ from windowed import save_windowed
 from quick import rest_slow
 from tandem.core.kv_layout import GqaLayout
 from tandem.engine import planning
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.scheduling.blocks import BlockCopy
 from tandem.engine.stepping.messages import StepInput
 from tandem.engine.tiers.mirror import KvMirror
@@ -94,6 +95,10 @@ def make_mirror(device, num_blocks=6):
     return cache, KvMirror(cache, None)
 
 
+def full(*numbers):
+    return [GroupBlock(Group.FULL, number) for number in numbers]
+
+
 def test_a_layer_waits_for_its_own_copies_alone():
     """The copies of the last layer are held until the first layer's are waited for."""
     is_first_there, copied = threading.Event(), []
@@ -106,8 +111,8 @@ def test_a_layer_waits_for_its_own_copies_alone():
 
     with FakeDevice(hold) as device:
         cache, mirror = make_mirror(device)
-        mirror.blocks.view_bytes()[:] = 1
-        mirror.note_loaded([4, 1])
+        mirror.groups[Group.FULL].view_bytes()[:] = 1
+        mirror.note_loaded(full(4, 1))
         loads = mirror.begin(StepInput([]))
         for layer in range(2):
             loads.wait(LayerPlace(0, layer))
@@ -125,8 +130,8 @@ def test_a_layer_waits_for_its_own_copies_alone():
 def test_a_step_that_copies_blocks_has_them_first():
     with FakeDevice(hold_back(7)) as device:
         cache, mirror = make_mirror(device)
-        mirror.blocks.view_bytes()[:] = 1
-        mirror.note_loaded([2])
+        mirror.groups[Group.FULL].view_bytes()[:] = 1
+        mirror.note_loaded(full(2))
         mirror.begin(StepInput([], [BlockCopy(2, 3, 4)]))
         assert cache.view_items()[2].all()
 
@@ -134,8 +139,8 @@ def test_a_step_that_copies_blocks_has_them_first():
 def test_copies_of_a_step_that_failed_have_ended_before_the_next():
     with FakeDevice(hold_back(8)) as device:
         cache, mirror = make_mirror(device)
-        mirror.blocks.view_bytes()[:] = 1
-        mirror.note_loaded(range(6))
+        mirror.groups[Group.FULL].view_bytes()[:] = 1
+        mirror.note_loaded(full(*range(6)))
         assert isinstance(mirror.begin(StepInput([])), KvArrivals)
         assert mirror.begin(StepInput([])) is None
         assert cache.view_items().all()
@@ -145,7 +150,7 @@ def test_what_is_filled_is_on_the_host_when_a_tier_sees_it():
     with FakeDevice(hold_back(9)) as device:
         cache, mirror = make_mirror(device)
         cache.view_items()[3] = torch.arange(LAYOUT.bytes_per_block) % 251
-        mirror.save([3])
-        seen = mirror.blocks.view_bytes().reshape(6, -1)
+        mirror.save(full(3))
+        seen = mirror.groups[Group.FULL].view_bytes().reshape(6, -1)
         assert seen[3].tolist() == cache.view_items()[3].tolist()
         assert not seen[2].any()

@@ -9,6 +9,7 @@ from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvHandle, PrefillKv, SamplingParams
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
 
@@ -18,7 +19,7 @@ class Sink:
         self.failed = []
 
     def load_failed(self, request, block_ids, reason="failed"):
-        self.failed.append((request.request_id, list(block_ids), reason))
+        self.failed.append((request.request_id, [b.number for b in block_ids], reason))
 
 
 def make_loads(count):
@@ -26,7 +27,10 @@ def make_loads(count):
         instance="prefill", handle=KvHandle(request_id="p", num_tokens=4 * count, lease_s=1.0)
     )
     request = Request("d", [1] * 4 * count, SamplingParams(), 0.0, kv_source=source)
-    return [BlockLoad(request, i, b"%d" % i, 10 + i, source) for i in range(count)]
+    return [
+        BlockLoad(request, i, b"%d" % i, GroupBlock(Group.FULL, 10 + i), source)
+        for i in range(count)
+    ]
 
 
 def read(*plans):

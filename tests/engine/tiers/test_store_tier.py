@@ -21,6 +21,7 @@ from tandem.core.timeline import MissReason
 from tandem.core.wire import AddRequest, InstanceStage, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.group import Group
 from tandem.engine.groups.windows import count_seen_blocks
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.tiers.config import TierConfig
@@ -116,8 +117,9 @@ class Served:
         self.tier = None
         if store is not None:
             states, mirror = self.built.states, self.built.mirror
-            held = self.built.cache if mirror is None else mirror.blocks
-            held_states = states if mirror is None else mirror.states
+            mirrors = {} if mirror is None else mirror.groups
+            held = mirrors.get(Group.FULL, self.built.cache)
+            held_states = mirrors.get(Group.STATE, states)
             self.tier = TierService(
                 store.config,
                 RpcConfig(),

@@ -29,7 +29,7 @@ from tandem.engine.disaggregation.messages import (
 )
 from tandem.engine.disaggregation.peers import OpenPeer
 from tandem.engine.disaggregation.ports import PeerPort, PoolRange
-from tandem.engine.scheduling.blocks import find_state_slot, find_window_block, is_full_block
+from tandem.engine.groups.group import Group
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.request import Request
 
@@ -105,9 +105,9 @@ class HandOver:
         self._until_s = request.load.wait_until_s
         self._source_id = request.prefill_kv.handle.request_id
         self._digest = digest_prompt(request)
-        self._pending = [_Pending(load) for load in loads if is_full_block(load.block_id)]
-        self._windows = [x for x in loads if find_window_block(x.block_id) is not None]
-        self._state = next((x for x in loads if find_state_slot(x.block_id) is not None), None)
+        self._pending = [_Pending(load) for load in loads if load.block.group is Group.FULL]
+        self._windows = [x for x in loads if x.block.group is Group.WINDOW]
+        self._state = next((x for x in loads if x.block.group is Group.STATE), None)
         self._take = take
         self._all_layers = target.own.layout.num_layers
         self._run: Run | None = None
@@ -151,8 +151,8 @@ class HandOver:
         # checksum.
         read: list[tuple[int, int, int]] = []
         for load in loads:
-            place, ours = load.position - before.window_first, find_window_block(load.block_id)
-            if not 0 <= place < len(before.windows) or ours is None:
+            place, ours = load.position - before.window_first, load.block.number
+            if not 0 <= place < len(before.windows):
                 raise NotFoundError("kv_peer.ask", "the prefill holds no such window")
             block_id, checksum = before.windows[place]
             if block_id >= facts.num_window_blocks:
@@ -188,8 +188,7 @@ class HandOver:
         the prompt.
         """
         target, facts = self._target, self._peer.facts
-        slot, size = find_state_slot(load.block_id), target.own.state_bytes
-        assert slot is not None, load
+        slot, size = load.block.number, target.own.state_bytes
         assert target.states is not None, "a state of a model without one"
         while not self._answer.is_held:
             self._note(await self._ask_until_answered())
@@ -317,7 +316,7 @@ class HandOver:
             source_id = self._block_ids[pending.load.position]
             if source_id != pending.source_id:
                 pending.source_id, pending.num_layers = source_id, 0
-            ours, theirs = pending.load.block_id * size, source_id * their_size
+            ours, theirs = pending.load.block.number * size, source_id * their_size
             layers = range(pending.num_layers, self._count_readable(pending))
             ranges += [
                 PoolRange(ours + each.target, theirs + each.source, each.length)
@@ -363,7 +362,7 @@ class HandOver:
         for pending, (block_id, checksum) in zip(read, answer.verified, strict=True):
             if block_id != pending.source_id:
                 self._start_over()
-            elif checksum == self._sum_up(pending.load.block_id):
+            elif checksum == self._sum_up(pending.load.block.number):
                 good.append(pending)
             else:
                 damaged.append(pending)

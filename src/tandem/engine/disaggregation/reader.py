@@ -14,6 +14,7 @@ from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvPeer, KvSource, PrefillKv
 from tandem.engine.disaggregation.hand_over import HandOver, ReadTarget
 from tandem.engine.disaggregation.peers import KvPeers, OpenPeer
+from tandem.engine.groups.group import GroupBlock
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.transfers import LoadSink
@@ -32,7 +33,7 @@ class _Reading:
     """A hand-over (the reading of one request's KV from a prefill instance) in progress."""
 
     request: Request
-    missing: dict[int, BlockLoad]
+    missing: dict[GroupBlock, BlockLoad]
     """Loads that have not arrived, by block id."""
     reason: str = "dropped"
     """Reason that is reported for the blocks which will not arrive."""
@@ -57,7 +58,7 @@ class PeerReader:
         self._sink = sink
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._peers = KvPeers(target.port, target.own)
-        self._tasks: dict[int, tuple[Request, asyncio.Task[None]]] = {}
+        self._tasks: dict[GroupBlock, tuple[Request, asyncio.Task[None]]] = {}
         """By id of a KV block: the request, and the task of the hand-over (reading KV from a
         prefill instance) that may write into the block.
         """
@@ -111,7 +112,7 @@ class PeerReader:
 
     def _take(self, dropped: Sequence[BlockLoad], loads: Sequence[BlockLoad]) -> None:
         for load in dropped:
-            request, task = self._tasks.get(load.block_id, (None, None))
+            request, task = self._tasks.get(load.block, (None, None))
             if task is not None and request is load.request:
                 task.cancel()
         by_request: dict[Request, list[BlockLoad]] = {}
@@ -121,12 +122,12 @@ class PeerReader:
             if self._is_closing:
                 self._fail(its_loads, "offline")
                 continue
-            reading = _Reading(request, {load.block_id: load for load in its_loads})
+            reading = _Reading(request, {load.block: load for load in its_loads})
             task = self._loop.create_task(self._load(reading))
             # A done callback also runs if the task is cancelled before its first line.
             task.add_done_callback(functools.partial(self._end, reading))
             for load in its_loads:
-                self._tasks[load.block_id] = (request, task)
+                self._tasks[load.block] = (request, task)
 
     async def _load(self, reading: _Reading) -> None:
         """Read the blocks of one request; blocks that arrive are reported at once."""
@@ -134,9 +135,9 @@ class PeerReader:
 
         def take(done: list[BlockLoad]) -> None:
             for load in done:
-                del missing[load.block_id]
-                del self._tasks[load.block_id]
-            self._sink.load_done(request, [load.block_id for load in done])
+                del missing[load.block]
+                del self._tasks[load.block]
+            self._sink.load_done(request, [load.block for load in done])
 
         peer: OpenPeer | None = None
         try:
@@ -156,12 +157,12 @@ class PeerReader:
         """Report the blocks that an ended hand-over (a read from a prefill instance) has not read
         as failed.
         """
-        for block_id in reading.missing:
-            del self._tasks[block_id]
+        for block in reading.missing:
+            del self._tasks[block]
         self._fail(list(reading.missing.values()), reading.reason)
 
     def _fail(self, loads: Sequence[BlockLoad], reason: str) -> None:
         failures = self._target.counters.peer_read_failures
         for load in loads:
             failures[reason] = failures.get(reason, 0) + 1
-            self._sink.load_failed(load.request, [load.block_id], reason)
+            self._sink.load_failed(load.request, [load.block], reason)

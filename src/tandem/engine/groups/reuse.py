@@ -20,10 +20,11 @@ from typing import NamedTuple
 from tandem.core.instance_status import Statistics
 from tandem.core.state_layout import NO_SLOT
 from tandem.engine.groups.chain import pack_tokens
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.groups.snapshots import Snapshot, SnapshotTable, choose_snapshots
-from tandem.engine.scheduling.blocks import KeyedBlock, make_state_id
+from tandem.engine.scheduling.blocks import KeyedBlock
 from tandem.engine.scheduling.plan import StateSave, StepPlan
-from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch
+from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
 from tandem.engine.scheduling.request import PrefixNotes, Request
 from tandem.engine.stepping.messages import StateCopy
 
@@ -268,11 +269,11 @@ class StateReuse:
         unused, self._unused = free - self._unused, free
         return sorted(unused)
 
-    def get_generation(self, slot: int) -> int:
+    def get_generation(self, index: int) -> int:
         """Return how often a state slot was taken. Equal numbers before and after mean unchanged
         content.
         """
-        return self._generations[slot]
+        return self._generations[index]
 
     def take_for_load(self, worth: int | None) -> int:
         """Take a slot for a recurrent state to be loaded, evicting a snapshot if none is free;
@@ -283,15 +284,16 @@ class StateReuse:
         """
         return self._take(worth)
 
-    def end_load(self, request: Request, position: int, slot: int) -> None:
+    def end_load(self, request: Request, node: PrefixNode | None, end: int, index: int) -> None:
         """Make a state that was loaded into a slot a snapshot, from which requests can go on. The
         caller ensures that the KV before it is in the index.
         """
-        self._keep(request, position, slot, is_new=False)
+        del node
+        self._keep(request, end, index, is_new=False)
 
-    def free(self, slot: int) -> None:
+    def free(self, index: int) -> None:
         """Return a state slot to the free list; its content is discarded."""
-        self._free.append(slot)
+        self._free.append(index)
 
     # The methods below save, keep and drop snapshots.
 
@@ -421,8 +423,8 @@ class StateReuse:
             self._counters.num_snapshots_taken += 1
             self._bound_tokens()
             if is_new and not tail:
-                state_id, generation = make_state_id(slot), self._generations[slot]
-                self._filled.append(KeyedBlock(parent_key, state_id, generation))
+                block, generation = GroupBlock(Group.STATE, slot), self._generations[slot]
+                self._filled.append(KeyedBlock(parent_key, block, generation))
         else:
             self._free.append(slot)
 

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from tandem.core.errors import ConfigError
 from tandem.core.instance_status import Statistics
-from tandem.engine.scheduling.blocks import BlockCopy, BlockPool, KeyedBlock, make_window_id
+from tandem.engine.groups.group import Group, GroupBlock
+from tandem.engine.scheduling.blocks import BlockCopy, BlockPool, KeyedBlock
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
 from tandem.engine.scheduling.request import NO_WINDOW, Request, WindowTable
@@ -217,7 +218,8 @@ class WindowReuse:
             self._file(node, block_id)
             if node.key is not None:
                 generation = self.pool.get_generation(block_id)
-                self._filled.append(KeyedBlock(node.key, make_window_id(block_id), generation))
+                block = GroupBlock(Group.WINDOW, block_id)
+                self._filled.append(KeyedBlock(node.key, block, generation))
         elif node.window_block_id != block_id:
             self._retain(node)
             self._release(block_id, self._passed)
@@ -282,13 +284,18 @@ class WindowReuse:
         self._num_pinned += num_blocks
         return [self._allocate() for _ in range(num_blocks)]
 
-    def end_load(self, node: PrefixNode | None, block_id: int) -> None:
+    def end_load(self, request: Request, node: PrefixNode | None, end: int, index: int) -> None:
         """Attach a loaded window block to the node of its tokens, if that exists and has none yet;
         then release the load's reference.
         """
+        del request, end
         if node is not None and node.window_block_id < 0:
-            self._file(node, block_id)
-        self.free(block_id)
+            self._file(node, index)
+        self.free(index)
+
+    def get_generation(self, index: int) -> int:
+        """Return a number that changes whenever a window block gets new content."""
+        return self.pool.get_generation(index)
 
     def hold(self, request: Request) -> None:
         """Keep references to the window blocks of a prefill that ends, so that other instances can
@@ -305,12 +312,12 @@ class WindowReuse:
             self.free(block_id)
         request.held_window = NO_WINDOW
 
-    def free(self, block_id: int) -> None:
+    def free(self, index: int) -> None:
         """Release the reference of a load or of a hold (blocks kept for a decode instance) to a
         window block.
         """
         self._num_pinned -= 1
-        self._release(block_id, self._kept)
+        self._release(index, self._kept)
 
     # The method below checks the whole state, for tests.
 

@@ -378,15 +378,17 @@ class Instance:
     def _open_tier(
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
+        from tandem.engine.groups.group import Group
         from tandem.engine.groups.windows import count_seen_blocks
         from tandem.engine.tiers.mirror import MirroredSink, MirroredTransfers
         from tandem.engine.tiers.service import TierService
         from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, WindowMemory
 
         layout, windows, mirror = built.cache.layout, None, built.mirror
-        held = built.cache if mirror is None else mirror.blocks
-        held_windows = built.cache.windows if mirror is None else mirror.windows
-        held_states = built.states if mirror is None else mirror.states
+        mirrors = {} if mirror is None else mirror.groups
+        held = mirrors.get(Group.FULL, built.cache)
+        held_windows = mirrors.get(Group.WINDOW, built.cache.windows)
+        held_states = mirrors.get(Group.STATE, built.states)
         if built.windows is not None and held_windows is not None:
             windows = WindowMemory(
                 held_windows.view_bytes(),

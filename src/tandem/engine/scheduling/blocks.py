@@ -17,22 +17,14 @@ Pure, except for calls of ``BlockMemory``. Only the scheduler's thread uses it.
 from typing import NamedTuple, Protocol
 
 from tandem.core.errors import CapacityError, ConfigError
+from tandem.engine.groups.group import GroupBlock
 
 __all__ = [
     "BlockCopy",
     "BlockMemory",
     "BlockPool",
     "KeyedBlock",
-    "find_state_slot",
-    "find_window_block",
-    "is_full_block",
-    "make_state_id",
-    "make_window_id",
 ]
-
-WINDOW_BASE = 1 << 30
-"""Offset added to a window block's id in transfers, to tell it from a full block; larger than any
-pool."""
 
 
 class BlockCopy(NamedTuple):
@@ -48,41 +40,6 @@ class BlockCopy(NamedTuple):
     num_tokens: int
 
 
-def make_state_id(slot: int) -> int:
-    """Return the id by which transfers (loads and stores) name a state slot: -1 - slot, so never a
-    block id.
-    """
-    return -1 - slot
-
-
-def find_state_slot(block_id: int) -> int | None:
-    """Return the state slot that an id of a transfer (a load or a store) names; None if it names a
-    block.
-    """
-    return -1 - block_id if block_id < 0 else None
-
-
-def make_window_id(block_id: int) -> int:
-    """Return the id by which transfers (loads and stores) name a window block: its block id plus
-    ``WINDOW_BASE``.
-    """
-    return WINDOW_BASE + block_id
-
-
-def find_window_block(block_id: int) -> int | None:
-    """Return the block id, in the pool of window blocks, that an id of a transfer names; None if it
-    names a full block or a state.
-    """
-    return block_id - WINDOW_BASE if block_id >= WINDOW_BASE else None
-
-
-def is_full_block(block_id: int) -> bool:
-    """Return True if an id of a transfer names a full block, one of the layers that attend to all
-    tokens.
-    """
-    return 0 <= block_id < WINDOW_BASE
-
-
 class KeyedBlock(NamedTuple):
     """A cached full block, window block or state snapshot, as reported to lower tiers for copying.
 
@@ -92,8 +49,7 @@ class KeyedBlock(NamedTuple):
 
     key: bytes
     """Key of the tokens up to the end of the block."""
-    block_id: int
-    """Id of a full block, or the id that ``make_state_id`` or ``make_window_id`` gives."""
+    block: GroupBlock
     generation: int
     """Value of ``BlockPool.get_generation`` when the block was reported; a new value means new
     content.

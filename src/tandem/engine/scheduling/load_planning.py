@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from tandem.core.state_layout import NO_SLOT
 from tandem.core.wire import TierKv
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.scheduling.admission import Admission, awaits_prefill
-from tandem.engine.scheduling.loads import WindowLoad
+from tandem.engine.scheduling.loads import GroupLoad
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixMatch
 from tandem.engine.scheduling.request import Request, RequestState
@@ -72,7 +73,7 @@ class LoadPlanning:
 
         Returns an empty list if no load is possible, or if the planner prefers to compute.
         """
-        state, loaded_state, windows = self._state, None, list[WindowLoad]()
+        state, beside = self._state, list[GroupLoad]()
         if awaits_prefill(state, request, now_s):
             keys = state.prefix.list_prompt_keys(request, len(match.nodes))
             if len(keys) > room:
@@ -84,7 +85,8 @@ class LoadPlanning:
                 slot = state.states.take_for_load(None)
                 if slot == NO_SLOT:
                     return []
-                loaded_state = (b"", slot)
+                end = len(match.nodes) + len(keys)
+                beside.append(GroupLoad(end, b"", GroupBlock(Group.STATE, slot)))
             if state.windows is not None:
                 # List the window blocks that cover the end of the prompt. The prompt's partial last
                 # block has no key.
@@ -95,20 +97,20 @@ class LoadPlanning:
                 first = len(match.nodes)
                 named = {first + i: key for i, key in enumerate(keys)}
                 named |= {i: node.key or b"" for i, node in enumerate(match.nodes)}
-                windows = [
-                    WindowLoad(i, named[i], block_id)
+                beside += [
+                    GroupLoad(i, named[i], GroupBlock(Group.WINDOW, block_id))
                     for i, block_id in zip(lacking, blocks, strict=True)
                 ]
         elif state.states is not None:
             choice = self._choose_with_state(request, match, room, now_s)
             if choice is None:
                 return []
-            match, keys, loaded_state = choice
+            match, keys, beside = choice
         elif state.windows is not None:
             chosen = self._choose_with_windows(request, match, room, now_s)
             if chosen is None:
                 return []
-            match, keys, windows = chosen
+            match, keys, beside = chosen
         else:
             keys = self._choose_from_tiers(request, match, room, now_s)
             if not keys:
@@ -118,15 +120,11 @@ class LoadPlanning:
         if state.pool.is_short and not was_short:
             # Give all blocks back: memory ran short after the room was counted. The next plan
             # counts again.
-            if loaded_state is not None and state.states is not None:
-                state.states.free(loaded_state[1])
-            for window in windows:
-                assert state.windows is not None
-                state.windows.free(window.block_id)
+            state.loads.free(each.block for each in beside)
             return []
         state.index.acquire(match)
         fresh = state.allocate(len(keys))
-        loads = state.loads.start(request, match, keys, fresh, loaded_state, windows)
+        loads = state.loads.start(request, match, keys, fresh, beside)
         if not loads:
             state.loads.give_up(request)
         if request.load.wait_until_s > now_s and (loads or request.awaits_continuation):
@@ -160,13 +158,13 @@ class LoadPlanning:
 
     def _choose_with_state(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
-    ) -> tuple[PrefixMatch, Sequence[bytes], tuple[bytes, int]] | None:
+    ) -> tuple[PrefixMatch, Sequence[bytes], list[GroupLoad]] | None:
         """Choose blocks to load together with the state at their end, for a model with states.
 
         A state is useless without all blocks before it, so either everything is loaded or nothing.
 
         Returns: the match of blocks that the device has already, the keys of the blocks to load,
-            and the state's key with a slot reserved for it; None: load nothing.
+            and the state with a slot reserved for it; None: load nothing.
         """
         state = self._state
         if state.loads.num_in_transfer:
@@ -190,11 +188,12 @@ class LoadPlanning:
         request.load.wait_until_s = now_s + decision.wait_s
         nodes = match.nodes[:end]
         match = PrefixMatch(nodes, len(nodes) * state.config.block_size)
-        return match, lacking, (keys[end - 1], slot)
+        loaded = GroupLoad(end, keys[end - 1], GroupBlock(Group.STATE, slot))
+        return match, lacking, [loaded]
 
     def _choose_with_windows(
         self, request: Request, match: PrefixMatch, room: int, now_s: float
-    ) -> tuple[PrefixMatch, Sequence[bytes], list[WindowLoad]] | None:
+    ) -> tuple[PrefixMatch, Sequence[bytes], list[GroupLoad]] | None:
         """Choose blocks to load together with the window blocks at their end, for a model with
         windows.
 
@@ -225,7 +224,8 @@ class LoadPlanning:
         request.load.wait_until_s = now_s + decision.wait_s
         nodes = match.nodes[:end]
         windows = [
-            WindowLoad(i, keys[i], block_id) for i, block_id in zip(lacking, blocks, strict=True)
+            GroupLoad(i, keys[i], GroupBlock(Group.WINDOW, block_id))
+            for i, block_id in zip(lacking, blocks, strict=True)
         ]
         match = PrefixMatch(nodes, len(nodes) * state.config.block_size)
         return match, keys[len(nodes) : end], windows

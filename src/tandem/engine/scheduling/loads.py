@@ -12,28 +12,21 @@ block; a block is in the index only if its content and all blocks before it are 
 Pure and single-threaded: the executor of ``StepPlan.loads`` moves the bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from tandem.core.errors import ConflictError
 from tandem.core.instance_status import Statistics
-from tandem.engine.groups.reuse import StateReuse
-from tandem.engine.groups.windows import WindowReuse
-from tandem.engine.scheduling.blocks import (
-    BlockPool,
-    find_state_slot,
-    find_window_block,
-    is_full_block,
-    make_state_id,
-    make_window_id,
-)
+from tandem.engine.groups.group import Group, GroupBlock
+from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.prefix_index import PrefixIndex, PrefixMatch, PrefixNode
 from tandem.engine.scheduling.prefix_reuse import PrefixReuse
 from tandem.engine.scheduling.request import Request
 
-__all__ = ["BlockLoads", "LoadDecision", "TierPlanner", "WindowLoad"]
+__all__ = ["BlockLoads", "GroupLoad", "LoadDecision", "LoadedGroup", "TierPlanner"]
 
 
 class LoadDecision(NamedTuple):
@@ -71,14 +64,33 @@ class TierPlanner(Protocol):
         ...
 
 
-class WindowLoad(NamedTuple):
-    """A window block (KV of the sliding-window layers for one block of the prompt) to load."""
+class GroupLoad(NamedTuple):
+    """A window block, or the state at its end, that a load brings beside full blocks."""
 
     position: int
-    """Index of the block in the prompt."""
+    """Index in the prompt of the full block at the same place; of a state, that of the next one."""
     key: bytes
-    """Key of the block; empty for the tail of a prompt."""
-    block_id: int
+    """Key of the full block at the same place, or before the state; empty in a prompt's tail."""
+    block: GroupBlock
+
+
+class LoadedGroup(Protocol):
+    """A group beside the full blocks, as far as loads fill its memory."""
+
+    def end_load(self, request: Request, node: PrefixNode | None, end: int, index: int) -> None:
+        """Take over a block that has been loaded, after all full blocks of the same load.
+
+        Args:
+            request: the request that it was loaded for.
+            node: node of the full block at its place, if the index has it.
+            end: number of tokens up to the end of the load.
+            index: index of the block.
+        """
+        ...
+
+    def free(self, index: int) -> None:
+        """Release a block that was taken for a load; its content is discarded."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +109,8 @@ class _Load:
     """Blocks that the load has not put into the prefix index yet, in the order of the prompt; the
     recurrent state and the window blocks follow them.
     """
-    done: set[int] = field(default_factory=set[int])
-    """Ids of the blocks in ``pending`` that have arrived before an earlier block of the prompt has;
+    done: set[GroupBlock] = field(default_factory=set[GroupBlock])
+    """The blocks in ``pending`` that have arrived before an earlier block of the prompt has;
     they enter the index after it.
     """
     tail: PrefixNode | None = None
@@ -116,8 +128,7 @@ class BlockLoads:
         prefix: told which keys a load will provide, so that other requests can wait for them.
         block_size: tokens per block.
         counters: statistics, in which loaded and failed blocks are counted.
-        states: state slots that loaded states are written to; None: the model has no state.
-        windows: window blocks that loaded windows are written to; None: the model has none.
+        groups: the groups beside the full blocks, which loads fill too.
     """
 
     def __init__(
@@ -127,17 +138,15 @@ class BlockLoads:
         prefix: PrefixReuse,
         block_size: int,
         counters: Statistics,
-        states: StateReuse | None = None,
-        windows: WindowReuse | None = None,
+        groups: Mapping[Group, LoadedGroup] = MappingProxyType({}),
     ) -> None:
         self._pool = pool
-        self._states = states
-        self._windows = windows
+        self._groups = groups
         self._index = index
         self._prefix = prefix
         self._block_size = block_size
         self._loads: dict[Request, _Load] = {}
-        self._in_transfer: dict[int, BlockLoad] = {}
+        self._in_transfer: dict[GroupBlock, BlockLoad] = {}
         self._dropped: list[BlockLoad] = []
         self._num_pinned = 0
         self._counters = counters
@@ -147,7 +156,7 @@ class BlockLoads:
         """Number of full blocks that a load may still write into, also for requests that have
         ended.
         """
-        return sum(map(is_full_block, self._in_transfer))
+        return len(_list_full(self._in_transfer))
 
     @property
     def num_pinned(self) -> int:
@@ -169,7 +178,7 @@ class BlockLoads:
         many become free at once if the load is given up.
         """
         load = self._loads.get(request)
-        return 0 if load is None else sum(map(is_full_block, load.done))
+        return 0 if load is None else len(_list_full(load.done))
 
     def count_tokens(self, request: Request) -> int:
         """Return how many leading tokens of a request are in the blocks that its load extends and
@@ -178,7 +187,7 @@ class BlockLoads:
         load = self._loads.get(request)
         if load is None:
             return 0
-        num_pending = sum(is_full_block(pending.block_id) for pending in load.pending)
+        num_pending = len(_list_full(pending.block for pending in load.pending))
         return (len(load.path) + num_pending) * self._block_size
 
     def has_load(self, request: Request) -> bool:
@@ -191,8 +200,7 @@ class BlockLoads:
         match: PrefixMatch,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
-        state: tuple[bytes, int] | None = None,
-        windows: Sequence["WindowLoad"] = (),
+        beside: Sequence[GroupLoad] = (),
     ) -> list[BlockLoad]:
         """Record a load and return its transfers, which the caller adds to the plan.
 
@@ -203,55 +211,42 @@ class BlockLoads:
             keys: keys of the blocks to load, as many as ``block_ids``; the last may be empty, for
                 the prompt's partial last block.
             block_ids: blocks that the caller has allocated to load into; taken over.
-            state: key of the state at the end of these blocks, and the slot to load it into, which
-                is taken over; None: no state is loaded.
-            windows: window blocks to load, at positions of ``match`` or of ``block_ids``; taken
-                over.
+            beside: what other groups need of these blocks or of those of ``match``; taken over.
         """
         assert request not in self._loads, f"second load of request {request.request_id}"
         path = [node.block_id for node in match.nodes]
         loads = [
-            BlockLoad(request, position, key, block_id, request.kv_source)
+            BlockLoad(request, position, key, GroupBlock(Group.FULL, block_id), request.kv_source)
             for position, (key, block_id) in enumerate(zip(keys, block_ids, strict=True), len(path))
         ]
         self._num_pinned += len(path) + len(loads)
-        if state is not None:
-            # Load the state last: it can be used only when all blocks before it have arrived.
-            state_key, slot = state
-            end = len(path) + len(loads)
-            loads.append(BlockLoad(request, end, state_key, make_state_id(slot), request.kv_source))
-        # Load window blocks last: they can be used only when all blocks before them have arrived.
-        loads += [
-            BlockLoad(request, w.position, w.key, make_window_id(w.block_id), request.kv_source)
-            for w in windows
-        ]
+        # Other groups come last: theirs can be used only when all full blocks have arrived.
+        loads += [BlockLoad(request, *each, request.kv_source) for each in beside]
         root_or_last = (
             match.nodes[-1]
             if match.nodes
             else self._index.get_root(request.prefix.root_key, request.adapter)
         )
         self._loads[request] = _Load(root_or_last, path, len(path), list(loads))
-        self._in_transfer.update({load.block_id: load for load in loads})
+        self._in_transfer.update({load.block: load for load in loads})
         self._prefix.expect(request, [key for key in keys if key])
         request.load.has_loaded = True
         request.load.loaded_blocks = range(len(path), len(path))
         return loads
 
-    def note_done(self, request: Request, block_ids: Sequence[int]) -> bool:
+    def note_done(self, request: Request, blocks: Sequence[GroupBlock]) -> bool:
         """Record blocks that arrived; return True if the request's load is now complete.
 
         Raises: ConflictError (one of the blocks is not being loaded for this request); nothing
             changes.
         """
-        load = self._end_transfers(request, block_ids)
+        load = self._end_transfers(request, blocks)
         if load is None:
             return False
-        load.done.update(
-            pending.block_id for pending in load.pending if pending.block_id in block_ids
-        )
+        load.done.update(pending.block for pending in load.pending if pending.block in blocks)
         return self._advance(request, load)
 
-    def note_failed(self, request: Request, block_ids: Sequence[int]) -> bool:
+    def note_failed(self, request: Request, blocks: Sequence[GroupBlock]) -> bool:
         """Record blocks whose transfer failed; return True if the request's load has ended.
 
         A prefix is usable only without gaps, so the load is cut at the first failed block. It ends
@@ -260,11 +255,11 @@ class BlockLoads:
         Raises: ConflictError (one of the blocks is not being loaded for this request); nothing
             changes.
         """
-        load = self._end_transfers(request, block_ids)
+        load = self._end_transfers(request, blocks)
         if load is None:
             return False
         for position, pending in enumerate(load.pending):
-            if pending.block_id in block_ids:
+            if pending.block in blocks:
                 self._cut(request, load, position)
                 break
         return self._advance(request, load)
@@ -287,7 +282,7 @@ class BlockLoads:
         """Return the transfers into blocks that still run although their request's load was given
         up; each is returned once.
         """
-        dropped = [d for d in self._dropped if self._in_transfer.get(d.block_id) is d]
+        dropped = [d for d in self._dropped if self._in_transfer.get(d.block) is d]
         self._dropped = []
         return dropped
 
@@ -296,41 +291,37 @@ class BlockLoads:
         checks.
         """
         block_ids = [b for load in self._loads.values() for b in load.path]
-        return block_ids + list(filter(is_full_block, self._list_pending()))
+        return block_ids + self.list_taken(Group.FULL)
 
-    def list_window_blocks(self) -> list[int]:
-        """Return the window blocks in use by loads, for consistency checks."""
-        blocks = [find_window_block(block_id) for block_id in self._list_pending()]
-        return [block_id for block_id in blocks if block_id is not None]
+    def list_taken(self, group: Group) -> list[int]:
+        """Return the blocks of a group that loads have taken, for consistency checks."""
+        done = [block for load in self._loads.values() for block in load.done]
+        return [index for owner, index in (*done, *self._in_transfer) if owner is group]
 
-    def list_slots(self) -> list[int]:
-        """Return the state slots in use by loads, for consistency checks."""
-        slots = [find_state_slot(block_id) for block_id in self._list_pending()]
-        return [slot for slot in slots if slot is not None]
+    def free(self, blocks: Iterable[GroupBlock]) -> None:
+        """Release blocks of other groups that were taken for a load which did not start."""
+        for group, index in blocks:
+            self._groups[group].free(index)
 
-    def _list_pending(self) -> list[int]:
-        done = [b for load in self._loads.values() for b in load.done]
-        return done + list(self._in_transfer)
-
-    def _end_transfers(self, request: Request, block_ids: Sequence[int]) -> _Load | None:
+    def _end_transfers(self, request: Request, blocks: Sequence[GroupBlock]) -> _Load | None:
         """Record that nothing writes into these blocks any more; return the request's load, None if
         it has ended or was given up.
 
         Blocks that the load no longer wants are released.
         """
-        ended = [self._in_transfer.get(block_id) for block_id in set(block_ids)]
-        if len(ended) < len(block_ids) or any(e is None or e.request is not request for e in ended):
+        ended = [self._in_transfer.get(block) for block in set(blocks)]
+        if len(ended) < len(blocks) or any(e is None or e.request is not request for e in ended):
             raise ConflictError(
                 "engine.end_load",
-                f"not all of blocks {list(block_ids)} are being loaded for request "
-                f"{request.request_id!r}: report each end once",
+                f"not all of blocks {[(str(group), index) for group, index in blocks]} are being "
+                f"loaded for request {request.request_id!r}: report each end once",
             )
         load = self._loads.get(request)
-        wanted = set[int]() if load is None else {pending.block_id for pending in load.pending}
-        for block_id in block_ids:
-            del self._in_transfer[block_id]
-            if block_id not in wanted:
-                self._release((block_id,))
+        wanted = set[GroupBlock]() if load is None else {one.block for one in load.pending}
+        for block in blocks:
+            del self._in_transfer[block]
+            if block not in wanted:
+                self._release((block,))
         return load
 
     def _cut(self, request: Request, load: _Load, position: int) -> None:
@@ -344,11 +335,11 @@ class BlockLoads:
         self._counters.num_failed_loads += len(cut)
         self._prefix.forget_expected(request, [c.key for c in cut if c.key])
         for pending in cut:
-            load.done.discard(pending.block_id)
-            if self._in_transfer.get(pending.block_id) is pending:
+            load.done.discard(pending.block)
+            if self._in_transfer.get(pending.block) is pending:
                 self._dropped.append(pending)
             else:
-                self._release((pending.block_id,))
+                self._release((pending.block,))
 
     def _advance(self, request: Request, load: _Load) -> bool:
         """Insert into the index the arrived blocks up to the first that is missing.
@@ -358,56 +349,43 @@ class BlockLoads:
         size = self._block_size
         position = 0
         for pending in load.pending:
-            if pending.block_id not in load.done:
+            if pending.block not in load.done:
                 break
-            slot = find_state_slot(pending.block_id)
-            if slot is not None:
-                assert self._states is not None, "a state of a model without one"
-                end = min(len(load.path) * size, request.prompt_len)
-                self._states.end_load(request, end, slot)
-                load.done.remove(pending.block_id)
-                self._counters.num_loaded_blocks -= 1
-                position += 1
-                continue
-            window = find_window_block(pending.block_id)
-            if window is not None:
-                assert self._windows is not None, "a window block of a model without one"
+            load.done.remove(pending.block)
+            position += 1
+            group, index = pending.block
+            if group is not Group.FULL:
                 node = self._index.find_node(pending.key) if pending.key else load.tail
-                self._windows.end_load(node, window)
-                load.done.remove(pending.block_id)
-                self._counters.num_loaded_blocks -= 1
-                position += 1
+                end = min(len(load.path) * size, request.prompt_len)
+                self._groups[group].end_load(request, node, end, index)
                 continue
+            self._counters.num_loaded_blocks += 1
             start = len(load.path) * size
             if not pending.key:
                 tail = request.prompt_ids[start:]
-                load.tail = self._index.insert_tail(load.node, tail, pending.block_id)
-                load.path.append(pending.block_id)
+                load.tail = self._index.insert_tail(load.node, tail, index)
+                load.path.append(index)
             else:
                 tokens = request.get_tokens(start, start + size)
-                load.node = self._index.insert(load.node, pending.key, tokens, pending.block_id)
+                load.node = self._index.insert(load.node, pending.key, tokens, index)
                 load.path.append(load.node.block_id)
                 self._prefix.forget_expected(request, (pending.key,))
-            load.done.remove(pending.block_id)
-            position += 1
-        self._counters.num_loaded_blocks += position
         del load.pending[:position]
         request.load.loaded_blocks = range(load.first, len(load.path))
         if load.pending:
             return False
-        self._release(load.path)
+        self._release_full(load.path)
         del self._loads[request]
         return True
 
-    def _release(self, block_ids: Sequence[int]) -> None:
-        for slot in map(find_state_slot, block_ids):
-            if slot is not None:
-                assert self._states is not None, "a state of a model without one"
-                self._states.free(slot)
-        for window in map(find_window_block, block_ids):
-            if window is not None:
-                assert self._windows is not None, "a window block of a model without one"
-                self._windows.free(window)
-        blocks = [block_id for block_id in block_ids if is_full_block(block_id)]
-        self._index.release(blocks)
-        self._num_pinned -= len(blocks)
+    def _release(self, blocks: Sequence[GroupBlock]) -> None:
+        self.free(block for block in blocks if block.group is not Group.FULL)
+        self._release_full(_list_full(blocks))
+
+    def _release_full(self, block_ids: Sequence[int]) -> None:
+        self._index.release(block_ids)
+        self._num_pinned -= len(block_ids)
+
+
+def _list_full(blocks: Iterable[GroupBlock]) -> list[int]:
+    return [index for group, index in blocks if group is Group.FULL]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from tandem.core.wire import KvSource
+from tandem.engine.groups.group import GroupBlock
 from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.scheduling.blocks import BlockCopy, KeyedBlock
 from tandem.engine.scheduling.request import NO_WINDOW, Request, WindowTable
@@ -49,9 +50,8 @@ class BlockLoad(NamedTuple):
     """Key of the block; empty for the prompt's partial last block, which only another instance can
     have.
     """
-    block_id: int
-    """Destination: the id of a full block; ``make_state_id(slot)`` for the state at the end of the
-    load; or ``make_window_id(block_id)`` for a window block.
+    block: GroupBlock
+    """Destination: a full block, a window block, or the slot for the state at the end of the load.
     """
     source: KvSource
 

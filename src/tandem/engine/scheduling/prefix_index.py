@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 from tandem.core.spec import make_root_key
 from tandem.core.timeline import MissReason
 from tandem.engine.groups.chain import TOKEN_BYTES, hash_block, pack_tokens
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.groups.snapshots import Snapshot
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
 
@@ -403,7 +404,8 @@ class PrefixIndex:
         tiers.
         """
         assert node.key is not None, f"block {node.block_id} is partial"
-        return KeyedBlock(node.key, node.block_id, self._pool.get_generation(node.block_id))
+        block = GroupBlock(Group.FULL, node.block_id)
+        return KeyedBlock(node.key, block, self._pool.get_generation(node.block_id))
 
     def evict(self, num_blocks: int) -> list[KeyedBlock]:
         """Free up to ``num_blocks`` cached blocks, least recently used first.

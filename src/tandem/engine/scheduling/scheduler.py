@@ -42,14 +42,13 @@ from tandem.core.errors import ConfigError, ConflictError
 from tandem.core.instance_status import Statistics
 from tandem.core.wire import FinishReason, InstanceLoad
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.groups.windows import WindowPolicy
 from tandem.engine.scheduling.admission import Admission
 from tandem.engine.scheduling.blocks import (
     BlockPool,
     KeyedBlock,
-    find_state_slot,
-    find_window_block,
 )
 from tandem.engine.scheduling.demand import measure_load
 from tandem.engine.scheduling.lifecycle import NOT_FINISHED, Lifecycle
@@ -184,27 +183,27 @@ class Scheduler:
         self._state.wake_s = -math.inf
         return self._state.prefix.forget_blocks(block_ids, self._state.running)
 
-    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_done(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Record blocks of a request that have been loaded and whose content has been verified.
 
         Args:
             request: the request of the ``BlockLoad``; it may have ended.
-            block_ids: destinations of loads of that request, into which nothing writes any more.
+            blocks: destinations of loads of that request, into which nothing writes any more.
 
         Raises: ConflictError (a block is not being loaded for this request); nothing has changed
             then.
         """
-        if self._state.loads.note_done(request, block_ids):
+        if self._state.loads.note_done(request, blocks):
             self._state.end_loading(request)
         self._state.wake_s = -math.inf
 
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_failed(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Record blocks of a request that could not be loaded; the request computes these tokens
         itself.
 
         Args and Raises as for ``load_done``.
         """
-        if self._state.loads.note_failed(request, block_ids):
+        if self._state.loads.note_failed(request, blocks):
             self._state.end_loading(request)
         self._state.wake_s = -math.inf
 
@@ -255,13 +254,9 @@ class Scheduler:
         Call it after copying the block and before using the copy. Only ``schedule`` allocates
         blocks, so a copy of an unchanged block was not overwritten while it was made.
         """
-        slot, states = find_state_slot(block.block_id), self._state.states
-        if slot is not None:
-            return states is not None and states.get_generation(slot) == block.generation
-        window, windows = find_window_block(block.block_id), self._state.windows
-        if window is not None:
-            return windows is not None and windows.pool.get_generation(window) == block.generation
-        return self._state.pool.get_generation(block.block_id) == block.generation
+        group, index = block.block
+        owner = self._state.pool if group is Group.FULL else self._state.groups[group]
+        return owner.get_generation(index) == block.generation
 
     def add_identity(self, adapter: str, identity: bytes) -> None:
         """Set the digest of the KV identity (what the KV's values depend on) of an adapter's KV;

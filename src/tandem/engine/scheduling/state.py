@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from tandem.core.instance_status import Statistics
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.group import Group
 from tandem.engine.groups.reuse import StatePolicy, StateReuse
 from tandem.engine.groups.windows import WindowPolicy, WindowReuse
 from tandem.engine.scheduling.blocks import BlockPool, KeyedBlock
@@ -79,9 +80,13 @@ class SchedulerState:
             windows=self.windows,
         )
         self.tiers = tiers if is_enabled else None
-        self.loads = BlockLoads(
-            pool, index, self.prefix, config.block_size, counters, self.states, self.windows
-        )
+        self.groups: dict[Group, StateReuse | WindowReuse] = {}
+        """The groups beside the full blocks that the model has."""
+        if self.states is not None:
+            self.groups[Group.STATE] = self.states
+        if self.windows is not None:
+            self.groups[Group.WINDOW] = self.windows
+        self.loads = BlockLoads(pool, index, self.prefix, config.block_size, counters, self.groups)
         self.holds = BlockHolds(pool, index, self.states, self.windows)
         # The last generated token needs no KV, but the last token of a prompt that is only scored
         # does.
@@ -268,12 +273,14 @@ class SchedulerState:
                 f"block {block_id}: {num_refs} references, {owners[block_id]} owners"
             )
         if self.windows is not None:
-            elsewhere = [*self.loads.list_window_blocks(), *self.holds.list_window_blocks()]
+            elsewhere = [*self.loads.list_taken(Group.WINDOW), *self.holds.list_window_blocks()]
             self.windows.check(self.running, self.in_flight, elsewhere)
         if self.states is not None:
             in_use = [r.state_notes.slot for r in self.running]
             in_use += [save.slot for plan in self.in_flight for save in plan.state_saves]
-            self.states.check([*in_use, *self.holds.list_slots(), *self.loads.list_slots()])
+            self.states.check(
+                [*in_use, *self.holds.list_slots(), *self.loads.list_taken(Group.STATE)]
+            )
         num_listed = len(self.running) + len(self.loading) + len(self.waiting)
         assert num_listed == len(self.requests), (
             f"{len(self.running)} running, {len(self.loading)} loading and "

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from tandem.core.wire import KvSource
-from tandem.engine.scheduling.blocks import find_state_slot, find_window_block
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.scheduling.request import Request
 from tandem.engine.stepping.messages import StepInput
@@ -34,37 +34,28 @@ class KvMirror:
 
     def __init__(self, cache: PagedKvCache, states: StateCache | None) -> None:
         self._device = cache.device
-        self.blocks = _mirror_blocks(cache)
-        self.windows = None if cache.windows is None else _mirror_blocks(cache.windows)
-        self.states: HostMirror | None = None
+        self.groups = {Group.FULL: _mirror_blocks(cache)}
+        """The host copies of each group that the model has."""
+        if cache.windows is not None:
+            self.groups[Group.WINDOW] = _mirror_blocks(cache.windows)
         if states is not None:
             whole = [(0, states.layout.bytes_per_state)]
-            self.states = HostMirror(states.device, states.tensor, whole)
+            self.groups[Group.STATE] = HostMirror(states.device, states.tensor, whole)
         self._lock = threading.Lock()
-        self._loaded: set[int] = set()
-        """Ids (numbered as in transfers) of KV blocks, window blocks and states that were loaded
-        into host memory and not yet copied to the device.
-        """
+        self._loaded: set[GroupBlock] = set()
+        """Blocks and states that were loaded into host memory and not yet copied to the device."""
 
-    def save(self, numbers: Iterable[int]) -> None:
-        """Copy blocks, window blocks and states from the device to the host.
+    def save(self, blocks: Iterable[GroupBlock]) -> None:
+        """Copy blocks, window blocks and states from the device to the host."""
+        for group, indices in _sort_out(blocks).items():
+            self.groups[group].save(indices)
 
-        Args:
-            numbers: their ids, as in ``KeyedBlock.block_id``.
-        """
-        blocks, windows, states = _sort_out(numbers)
-        self.blocks.save(blocks)
-        if self.windows is not None:
-            self.windows.save(windows)
-        if self.states is not None:
-            self.states.save(states)
-
-    def note_loaded(self, numbers: Iterable[int]) -> None:
+    def note_loaded(self, blocks: Iterable[GroupBlock]) -> None:
         """Record that blocks were loaded into host memory, so that the next step copies them to the
         device.
         """
         with self._lock:
-            self._loaded.update(numbers)
+            self._loaded.update(blocks)
 
     def begin(self, step: StepInput) -> KvArrivals | None:
         """Begin to copy loaded blocks to the device; return the copies that the step must wait for.
@@ -72,21 +63,21 @@ class KvMirror:
         Returns None if there are none. Copies of states have ended on return, because the step
         begins by copying states.
         """
-        for mirror in (self.blocks, self.windows, self.states):
-            if mirror is not None:
-                # A step that failed may have ended without waiting for the copies of loaded blocks
-                # to the device: wait for them now.
-                mirror.finish_loads()
+        for mirror in self.groups.values():
+            # A step that failed may have ended without waiting for the copies of loaded blocks to
+            # the device: wait for them now.
+            mirror.finish_loads()
         with self._lock:
             loaded, self._loaded = self._loaded, set()
         if not loaded:
             return None
-        blocks, windows, states = _sort_out(loaded)
-        if states and self.states is not None:
-            KvArrivals(self._device, [self.states.load(states)]).wait_all()
-        events = [self.blocks.load(blocks) if blocks else []]
-        if windows and self.windows is not None:
-            events.append(self.windows.load(windows))
+        by_group = _sort_out(loaded)
+        states = by_group.pop(Group.STATE, [])
+        if states:
+            KvArrivals(self._device, [self.groups[Group.STATE].load(states)]).wait_all()
+        # The arrivals are those of full blocks, then those of window blocks.
+        by_group = {Group.FULL: list[int]()} | by_group
+        events = [self.groups[group].load(b) if b else [] for group, b in by_group.items()]
         loads = KvArrivals(self._device, events)
         if step.copies or step.window_copies:
             # The step begins with copies of whole blocks in all layers, so wait for the loaded
@@ -101,20 +92,12 @@ def _mirror_blocks(cache: PagedKvCache) -> HostMirror:
     return HostMirror(cache.device, cache.view_items(), layers)
 
 
-def _sort_out(numbers: Iterable[int]) -> tuple[list[int], list[int], list[int]]:
-    """Split transfers' ids by kind; return block ids, window block ids and state slots, each
-    ascending.
-    """
-    blocks, windows, states = list[int](), list[int](), list[int]()
-    for number in sorted(numbers):
-        slot, window = find_state_slot(number), find_window_block(number)
-        if slot is not None:
-            states.append(slot)
-        elif window is not None:
-            windows.append(window)
-        else:
-            blocks.append(number)
-    return blocks, windows, states
+def _sort_out(blocks: Iterable[GroupBlock]) -> dict[Group, list[int]]:
+    """Return the blocks' indices by group, ascending."""
+    by_group: dict[Group, list[int]] = {}
+    for group, index in sorted(blocks):
+        by_group.setdefault(group, []).append(index)
+    return by_group
 
 
 class MirroredTransfers:
@@ -139,7 +122,7 @@ class MirroredTransfers:
 
         Evicted blocks are on the host already: they were copied when they were filled or loaded.
         """
-        self._mirror.save([block.block_id for block in plan.filled])
+        self._mirror.save([block.block for block in plan.filled])
         self._tier.begin(plan)
 
 
@@ -155,10 +138,10 @@ class MirroredSink:
         self._engine, self._mirror = engine, mirror
         self.load_failed, self.is_unchanged = engine.load_failed, engine.is_unchanged
 
-    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_done(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Record loaded blocks for the copy, then inform the engine.
 
         The order matters: the engine may plan a step that reads them at once.
         """
-        self._mirror.note_loaded(block_ids)
-        self._engine.load_done(request, block_ids)
+        self._mirror.note_loaded(blocks)
+        self._engine.load_done(request, blocks)

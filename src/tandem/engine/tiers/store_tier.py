@@ -24,7 +24,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +33,9 @@ from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
 from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvSource, TierKv
+from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.scheduling.blocks import (
     KeyedBlock,
-    find_state_slot,
-    find_window_block,
-    is_full_block,
 )
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.request import Request
@@ -65,18 +63,14 @@ PROBE_BLOCKS = 4
 """Number of blocks written and read back at the start, as a test and to estimate the load rate."""
 
 
-Group = Literal["", "window", "state"]
-"""Kind of an object: a full KV block (empty), a window block, or a state."""
-
-
-def make_object_key(identity: str, key: bytes, group: Group = "") -> str:
+def make_object_key(identity: str, key: bytes, group: Group = Group.FULL) -> str:
     """Return the store's key of a block, of its window block, or of the state at its end.
 
     Args:
         identity: digest of the ``KvIdentity``; it is the prefix of the object's key, so that all
             blocks with that identity can be removed together.
         key: key of the block in its prefix chain, salt included.
-        group: kind of the object.
+        group: group of the block.
     """
     return f"kv/{identity}/{group}{'/' if group else ''}{key.hex()}"
 
@@ -208,22 +202,24 @@ class StoreTier:
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._sink: LoadSink | None = None
         self._blocks = _Area(client, memory.memory, memory.block_bytes, config.staging_blocks)
-        self._areas: dict[Group, _Area] = {"": self._blocks}
+        self._areas: dict[Group, _Area] = {Group.FULL: self._blocks}
         if states is not None:
-            self._areas["state"] = _Area(client, states.memory, states.state_bytes, STAGED_STATES)
+            self._areas[Group.STATE] = _Area(
+                client, states.memory, states.state_bytes, STAGED_STATES
+            )
         self._num_seen = 0
         if windows is not None:
             staged = config.staging_blocks
-            self._areas["window"] = _Area(client, windows.memory, windows.block_bytes, staged)
+            self._areas[Group.WINDOW] = _Area(client, windows.memory, windows.block_bytes, staged)
             self._num_seen = windows.num_seen
         self._full: deque[KeyedBlock] = deque()
         self._staged: deque[_Staged] = deque()
         self._storing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pins = PinLedger(int(config.pin_gib * 2**30) // memory.block_bytes)
-        self._loading: set[tuple[str, int]] = set()
-        """Loads whose end was not reported yet, as (request id, block id)."""
-        self._dropped: set[tuple[str, int]] = set()
+        self._loading: set[tuple[str, GroupBlock]] = set()
+        """Loads whose end was not reported yet, as (request id, block)."""
+        self._dropped: set[tuple[str, GroupBlock]] = set()
         """Loads in ``_loading`` that no request waits for any more."""
         self._is_closing = False
         self._generation = 0
@@ -261,8 +257,8 @@ class StoreTier:
             return None
         parts = [found[i : i + len(keys)] for i in range(0, len(found), len(keys))]
         by_group = dict(zip(self._areas, parts, strict=True))
-        num_found = (*by_group[""], False).index(False)
-        has_state, has_window = by_group.get("state"), by_group.get("window")
+        num_found = (*by_group[Group.FULL], False).index(False)
+        has_state, has_window = by_group.get(Group.STATE), by_group.get(Group.WINDOW)
         while num_found and not (
             (has_state is None or has_state[num_found - 1])
             and (has_window is None or all(has_window[:num_found][-self._num_seen :]))
@@ -319,7 +315,7 @@ class StoreTier:
         if self._config.write == "on_evict":
             # Queue states and window blocks for storing as soon as they are full, as KV blocks are;
             # otherwise a stored prefix could lack them.
-            full = [item for item in full if not is_full_block(item.block_id)]
+            full = [item for item in full if item.block.group is not Group.FULL]
         if evicted or full or plan.loads or plan.dropped:
             try:
                 self._loop.call_soon_threadsafe(
@@ -329,21 +325,12 @@ class StoreTier:
                 self._fail_loads(plan.loads, "offline")
 
     def _copy_aside(self, block: KeyedBlock) -> _Staged | None:
-        group, index = self._locate(block.block_id)
+        group, index = block.block
         slot = self._areas[group].copy_aside(index)
         if slot is None:
             _count(self.counters.store_failures, "staging_full")
             return None
         return _Staged(block.key, slot, group)
-
-    def _locate(self, block_id: int) -> tuple[Group, int]:
-        """Return the kind of item (block, window block or state) that a transfer's id names, and
-        the item's index in the memory of that kind.
-        """
-        slot, window = find_state_slot(block_id), find_window_block(block_id)
-        if slot is not None:
-            return "state", slot
-        return ("", block_id) if window is None else ("window", window)
 
     def _give_back(self, staged: _Staged) -> None:
         self._areas[staged.group].staging.give_back(staged.slot)
@@ -412,7 +399,7 @@ class StoreTier:
 
     async def _load_batch(self, request: Request, loads: Sequence[BlockLoad]) -> bool:
         """Read blocks and report each; return False if any of them failed."""
-        places = [self._locate(load.block_id) for load in loads]
+        places = [load.block for load in loads]
         names = [
             make_object_key(self._identity, load.key, group)
             for load, (group, _) in zip(loads, places, strict=True)
@@ -428,17 +415,17 @@ class StoreTier:
         seconds = self._clock.now_s() - begin_s
         sizes = [self._areas[group].item_bytes for group, _ in places]
         good = [
-            load.block_id
+            load.block
             for load, result, size in zip(loads, results, sizes, strict=True)
             if result == size
         ]
         if good:
-            groups: list[Group] = [self._locate(block_id)[0] for block_id in good]
-            num_blocks = groups.count("")
+            groups = [block.group for block in good]
+            num_blocks = groups.count(Group.FULL)
             num_bytes = sum(self._areas[group].item_bytes for group in groups)
             self.counters.loaded_blocks += num_blocks
-            self.counters.loaded_states += groups.count("state")
-            self.counters.loaded_window_blocks += groups.count("window")
+            self.counters.loaded_states += groups.count(Group.STATE)
+            self.counters.loaded_window_blocks += groups.count(Group.WINDOW)
             self.counters.loaded_tokens += num_blocks * self._memory.block_size
             self.counters.loaded_bytes += num_bytes
             self.counters.load_seconds += seconds
@@ -450,9 +437,7 @@ class StoreTier:
             if result != size
         ]
         for load, result in bad:
-            self._get_sink().load_failed(
-                request, [load.block_id], self._note_bad_block(load, result)
-            )
+            self._get_sink().load_failed(request, [load.block], self._note_bad_block(load, result))
         return not bad
 
     def _note_bad_block(self, load: BlockLoad, result: int | TandemError) -> str:
@@ -464,8 +449,8 @@ class StoreTier:
             # Remove the corrupt object, since each later lookup would find it and fail again. Once
             # the block is recomputed, it is stored anew.
             logger.warning("event=kv_block_bad reason=%s key=%s", reason, load.key.hex())
-            group = self._locate(load.block_id)[0]
-            self._spawn(self._remove(make_object_key(self._identity, load.key, group)))
+            name = make_object_key(self._identity, load.key, load.block.group)
+            self._spawn(self._remove(name))
         elif not isinstance(result, NotFoundError):
             logger.info("event=kv_load_failed error=%s", result)
         return reason
@@ -479,7 +464,7 @@ class StoreTier:
     def _fail_loads(self, loads: Sequence[BlockLoad], reason: str) -> None:
         for load in loads:
             _count(self.counters.load_failures, reason)
-            self._get_sink().load_failed(load.request, [load.block_id], reason)
+            self._get_sink().load_failed(load.request, [load.block], reason)
 
     def _get_sink(self) -> LoadSink:
         assert self._sink is not None, "attach() comes before the first load"
@@ -497,7 +482,7 @@ class StoreTier:
                 while self._staged and len(batch) < STORE_BATCH:
                     batch.append(self._staged.popleft())
                 while self._full and len(batch) < STORE_BATCH:
-                    group = self._locate(self._full[0].block_id)[0]
+                    group = self._full[0].block.group
                     if not self._areas[group].staging.num_free:
                         break
                     block = self._full.popleft()
@@ -632,5 +617,5 @@ def _count(counts: dict[str, int], reason: str) -> None:
     counts[reason] = counts.get(reason, 0) + 1
 
 
-def _name_load(load: BlockLoad) -> tuple[str, int]:
-    return load.request.request_id, load.block_id
+def _name_load(load: BlockLoad) -> tuple[str, GroupBlock]:
+    return load.request.request_id, load.block

@@ -98,7 +98,7 @@ class ContextEdit(msgspec.Struct):
 
     type: fields.Name
     keep: Any = None
-    """What the change leaves: ``"all"``, or an object with a ``type``."""
+    """The part that the change leaves: ``"all"``, or an object with a ``type``."""
 
 
 class ContextManagement(msgspec.Struct):

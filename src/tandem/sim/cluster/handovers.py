@@ -8,6 +8,7 @@ layer by layer during its computation; they are complete only after its last lay
 from collections.abc import Sequence
 from typing import Protocol
 
+from tandem.engine.groups.group import GroupBlock
 from tandem.engine.scheduling.plan import BlockLoad
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -25,11 +26,11 @@ class Reader(Protocol):
     block_bytes: int
     num_layers: int
 
-    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_done(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Tell this instance's scheduler that these KV blocks of a request have arrived."""
         ...
 
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_failed(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Tell this instance's scheduler that these KV blocks of a request will not arrive."""
         ...
 
@@ -79,7 +80,7 @@ class HandOver:
         self._todo = list(loads)
         """Blocks whose transfer has not begun."""
         self._num_moving = 0
-        self._dropped: set[int] = set()
+        self._dropped: set[GroupBlock] = set()
 
     def begin(self) -> None:
         """Register at the source (the instance that prefills), which reports the prefill's progress
@@ -94,10 +95,10 @@ class HandOver:
         """
         if load in self._todo:
             self._todo.remove(load)
-            self._reader.load_failed(self._request, [load.block_id])
+            self._reader.load_failed(self._request, [load.block])
             self._finish()
         else:
-            self._dropped.add(load.block_id)
+            self._dropped.add(load.block)
 
     def note_running(self, num_tokens: int, end_s: float) -> None:
         """Start now to move the blocks of the first ``num_tokens`` tokens, layer by layer while the
@@ -122,7 +123,7 @@ class HandOver:
         """
         todo, self._todo = self._todo, []
         if todo:
-            self._reader.load_failed(self._request, [load.block_id for load in todo])
+            self._reader.load_failed(self._request, [load.block for load in todo])
         self._finish()
 
     def _move(self, num_tokens: int, end_s: float) -> None:
@@ -153,11 +154,11 @@ class HandOver:
 
     def _take(self, loads: list[BlockLoad]) -> None:
         self._num_moving -= 1
-        wanted = [load.block_id for load in loads if load.block_id not in self._dropped]
+        wanted = [load.block for load in loads if load.block not in self._dropped]
         if wanted:
             self._reader.load_done(self._request, wanted)
         if len(wanted) < len(loads):
-            dropped = [load.block_id for load in loads if load.block_id in self._dropped]
+            dropped = [load.block for load in loads if load.block in self._dropped]
             self._reader.load_failed(self._request, dropped)
         self._finish()
 

@@ -25,6 +25,7 @@ from tandem.core.wire import (
     TierKv,
 )
 from tandem.engine.config import EngineConfig
+from tandem.engine.groups.group import GroupBlock
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.plan import BlockLoad, StepPlan
 from tandem.engine.scheduling.prefix_index import PrefixIndex
@@ -265,19 +266,19 @@ class SimInstance:
     def _note_loaded(self, begin_s: float, request: Request, loads: Sequence[BlockLoad]) -> None:
         assert self.tiers is not None, "a load without a store"
         self.tiers.note_load(len(loads) * self.block_bytes, self._events.now_s - begin_s)
-        self.load_done(request, [load.block_id for load in loads])
+        self.load_done(request, [load.block for load in loads])
 
     def _note_missing(self, request: Request, loads: Sequence[BlockLoad]) -> None:
-        self.load_failed(request, [load.block_id for load in loads])
+        self.load_failed(request, [load.block for load in loads])
 
-    def load_done(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_done(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Tell this instance's scheduler that these KV blocks of a request have arrived."""
-        self.scheduler.load_done(request, block_ids)
+        self.scheduler.load_done(request, blocks)
         self._call()
 
-    def load_failed(self, request: Request, block_ids: Sequence[int]) -> None:
+    def load_failed(self, request: Request, blocks: Sequence[GroupBlock]) -> None:
         """Tell this instance's scheduler that these KV blocks of a request will not arrive."""
-        self.scheduler.load_failed(request, block_ids)
+        self.scheduler.load_failed(request, blocks)
         self._call()
 
     def end_reading(self, request_id: str) -> None:
