@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tandem.models.gguf.mixtures import MIXTURES
+from tandem.models.loading.hub import DEMO_FOLDER, DEMO_NOTE
 from tandem.models.sources.gguf_files import GgufFiles, find_gguf
 
 __all__ = ["FileFacts", "read_file_facts"]
@@ -30,6 +31,8 @@ class FileFacts(NamedTuple):
     """Name of the mixture of a GGUF file, such as Q4_K_M; empty for safetensors."""
     metadata: Mapping[str, Any] = MappingProxyType({})
     """Numbers and short texts of a GGUF file's metadata."""
+    note: str = ""
+    """A sentence for whoever begins to chat with the model; empty if there is none."""
 
 
 def read_file_facts(place: Path) -> FileFacts:
@@ -42,7 +45,8 @@ def read_file_facts(place: Path) -> FileFacts:
     """
     file = None if (place / "config.json").is_file() else find_gguf(place)
     if file is None:
-        return FileFacts("safetensors")
+        note = DEMO_NOTE if place.resolve() == DEMO_FOLDER.resolve() else ""
+        return FileFacts("safetensors", note=note)
     files = GgufFiles.open(file)
     weights: Counter[str] = Counter()
     for tensor in files.tensors.values():

@@ -6,8 +6,11 @@ Method: the names that benchmark clients send, against a server started as a use
 import os
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tandem.cli.asking.local_server import read_note
+from tandem.models.loading.hub import DEMO_FOLDER, DEMO_NOTE
 from tandem.server.api.names import find_names
 
 
@@ -35,6 +38,18 @@ def test_a_folder_is_asked_for_by_path_base_name_default_or_nothing(serve_text, 
         assert reply.status_code == 404, name
         assert reply.json()["error"]["param"] == "model"
         assert "qwen3" in reply.json()["error"]["message"]
+
+
+def test_the_demo_tells_what_it_is_for(serve_text, folder):
+    """To whoever begins to chat, at a terminal or elsewhere; other models have nothing to tell."""
+    for place, note in ((DEMO_FOLDER, DEMO_NOTE), (folder, "")):
+        live = serve_text(folder=place)
+        (card,) = live.get("/v1/models").json()["data"]
+        assert card["note"] == note
+        with httpx.Client(base_url=live.url, trust_env=False) as client:
+            assert [read_note(client, name) for name in ("tiny", "other", None)] == [note, "", ""]
+    with httpx.Client(base_url="http://127.0.0.1:1", trust_env=False) as client:
+        assert read_note(client, "tiny") == ""
 
 
 def test_models_lists_one_name_and_its_folder(serve_text, folder):

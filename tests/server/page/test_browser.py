@@ -12,6 +12,8 @@ from serving import LiveServers, wait_until
 from vocabularies import CALL, TOOL_TEMPLATE, make_byte_level_tokenizer
 
 from browser import PHONE, STEP_MS, start_chromium, visit
+from tandem.models.loading.hub import DEMO_FOLDER, DEMO_NOTE
+from tandem.server.defaults import DefaultSampling, SamplingDefaults
 
 pytestmark = pytest.mark.slow
 
@@ -151,6 +153,29 @@ def test_settings_are_sent_and_a_wrong_one_is_named(browser, live, say):
         assert alert.inner_text() == "Temperature must be a number from 0 to 2."
         assert len(live.engine.requests) == 1
         seen.check()
+
+
+def test_a_chat_begins_with_what_holds(browser, tokenizer):
+    """The sampling of whoever sets none, and what the demo is for."""
+    names = ("temperature", "top_p", "top_k", "min_p")
+    with LiveServers(tokenizer) as servers:
+        for folder, note, values in (
+            (None, "", SamplingDefaults(temperature=0.6, top_k=20)),
+            (DEMO_FOLDER, DEMO_NOTE, SamplingDefaults()),
+        ):
+            live = servers.start(FakeEngine(info=make_info(320)), folder=folder)
+            live.app.state.context.defaults = DefaultSampling(values, values, values)
+            with visit(browser, live.url) as seen:
+                page = seen.page
+                page.locator("#model option").first.wait_for(state="attached")
+                shown = [page.locator(f"#sampling-{n}").get_attribute("placeholder") for n in names]
+                assert shown == (["1", "1", "all", "0"] if note else ["0.6", "1", "20", "0"])
+                told = page.locator("#model-warning")
+                assert told.count() == bool(note)
+                if note:
+                    assert told.inner_text() == note
+                seen.check_access()
+                seen.check()
 
 
 def test_a_call_is_shown_and_answered(browser, live, say, tokenizer):

@@ -15,6 +15,7 @@ from tandem.cli.asking.local_server import (
     AdapterFlag,
     connect,
     list_adapter_flags,
+    read_note,
 )
 from tandem.cli.asking.stream import StreamResult, stream_events
 from tandem.cli.asking.terminal_input import make_reader
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     import httpx
 
 __all__ = ["chat"]
-
-DEMO_NOTE = "The demo model only continues Python; `tandem pull smollm2` fetches one that talks."
 
 
 def chat(
@@ -79,8 +78,9 @@ def chat(
             if not json:
                 sys.stdout.write("/help lists the commands.\n")
             turns = iter(make_reader(), None)
-        if not json and url is None and model in (None, "demo") and adapter is None:
-            sys.stderr.write(f"{DEMO_NOTE}\n")
+        note = "" if json else read_note(client, asked)
+        if note:
+            sys.stderr.write(f"{note}\n")
         for text in turns:
             if prompt is None and text.startswith("/") and "\n" not in text:
                 if not session.run_command(text):

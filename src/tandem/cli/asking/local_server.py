@@ -33,6 +33,7 @@ __all__ = [
     "AdapterFlag",
     "connect",
     "list_adapter_flags",
+    "read_note",
     "trim_url",
 ]
 
@@ -152,6 +153,37 @@ def _find_first_model(client: "httpx.Client") -> str:
     except (msgspec.DecodeError, UnicodeError, LookupError, TypeError):
         # The reply is not a list of models; the server's error for the first request will tell why.
         return ""
+
+
+def read_note(client: "httpx.Client", model: str | None) -> str:
+    """Return the sentence that a server has for whoever begins to chat with a model; empty if it
+    has none.
+
+    Args:
+        client: a client of ``connect``.
+        model: name of the model; None: the server's own choice, of which nothing is told.
+    """
+    import httpx
+
+    try:
+        cards = msgspec.json.decode(client.get("/v1/models").content, type=_Cards).data
+    except (httpx.HTTPError, msgspec.MsgspecError, UnicodeError):
+        # Whatever is wrong with the server, the first question tells it.
+        return ""
+    return next((card.note for card in cards if card.id == model), "")
+
+
+class _Card(msgspec.Struct):
+    """The fields of a server's model that are read here."""
+
+    id: str = ""
+    note: str = ""
+
+
+class _Cards(msgspec.Struct):
+    """A server's list of models."""
+
+    data: list[_Card] = []
 
 
 def _open_client(url: str, key: str | None) -> "httpx.Client":

@@ -15,7 +15,7 @@ from tandem.models.loading.downloads import Progress, download, open_client
 from tandem.models.loading.hub_choice import HubName, choose_gguf, list_choices, parse_hub_name
 from tandem.models.loading.packaged import PACKAGED, fetch_packaged, find_packaged
 
-__all__ = ["DEMO_FOLDER", "DEMO_MODEL", "WANTED_FILES", "pull", "resolve_folder"]
+__all__ = ["DEMO_FOLDER", "DEMO_MODEL", "DEMO_NOTE", "WANTED_FILES", "pull", "resolve_folder"]
 
 WANTED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 """Patterns of files to download: configuration, weights, tokenizer, chat template; never pickles or
@@ -25,6 +25,8 @@ code.
 DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """Folder of the model that the package ships; examples/demo_model made it."""
+DEMO_NOTE = "The demo model only continues Python; `tandem pull smollm2` fetches one that talks."
+"""What whoever begins to chat with it is told."""
 
 SAFETENSORS = ".safetensors"
 LARGE_FILE = re.compile(r"[0-9a-f]{64}")

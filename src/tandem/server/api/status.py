@@ -100,6 +100,7 @@ def _make_card(context: ServerContext, model: ServedModel) -> ModelCard:
         parent=None if adapter is None else context.models.first,
         max_model_len=info.max_model_len if info is not None else None,
         default_sampling=context.defaults.chat.list_values(),
+        note=context.files.note if adapter is None else "",
     )
 
 

@@ -435,6 +435,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     max_model_len: int | None
     default_sampling: dict[str, float] = {}
     """Values of sampling where a conversation names none, by the names of its fields."""
+    note: str = ""
+    """A sentence for whoever begins to chat with the model; empty if there is none."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -2,7 +2,7 @@
 
 import { hasKey, onKeyWanted, setKey } from "/page/js/api.js";
 import { at } from "/page/js/dom.js";
-import { makeChat } from "/page/js/chat.js";
+import { makeChat, refreshWelcome } from "/page/js/chat.js";
 import { makeLive, recolour, watch } from "/page/js/live.js";
 import { makeRequests } from "/page/js/requests.js";
 import { loadSettings, makeSettings } from "/page/js/settings.js";
@@ -121,7 +121,7 @@ async function probe() {
   setTimeout(probe, isReady ? PROBE_MS : LOADING_PROBE_MS);
 }
 
-makeSettings();
+makeSettings(refreshWelcome);
 at("settings").open = matchMedia("(min-width: 68rem)").matches;
 makeRequests(() => open("requests"));
 makeLive();

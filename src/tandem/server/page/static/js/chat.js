@@ -3,7 +3,7 @@
 import { ask, readEvents } from "/page/js/api.js";
 import { at, make, show } from "/page/js/dom.js";
 import { copyButton, render } from "/page/js/markdown.js";
-import { readSettings, readSystem } from "/page/js/settings.js";
+import { readNote, readSettings, readSystem } from "/page/js/settings.js";
 import { noteRequest, openTimeline } from "/page/js/requests.js";
 
 const RENDER_EVERY_MS = 60;
@@ -186,6 +186,7 @@ function drawWelcome() {
     { class: "welcome" },
     make("h2", {}, "What shall we talk about?"),
     make("p", { class: "hint" }, "The model runs on this server, and what you write stays there."),
+    readNote() ? make("p", { class: "hint", id: "model-warning" }, readNote()) : null,
     make(
       "div",
       { class: "examples" },
@@ -194,6 +195,11 @@ function drawWelcome() {
       ),
     ),
   );
+}
+
+/** Draw the welcome again, if nothing has been said yet: it tells what is known of the model. */
+export function refreshWelcome() {
+  if (!turns.length) showTurns();
 }
 
 function start(text) {

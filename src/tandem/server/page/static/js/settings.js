@@ -4,16 +4,20 @@ import { askJson } from "/page/js/api.js";
 import { at, make, show } from "/page/js/dom.js";
 
 const CONTROLS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05 },
-  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: 0.01 },
-  { name: "top_k", label: "Top k", min: 1, max: 1000, step: 1 },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01 },
+  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, unset: "1" },
+  { name: "top_p", label: "Top p", min: 0.01, max: 1, step: 0.01, unset: "1" },
+  { name: "top_k", label: "Top k", min: 1, max: 1000, step: 1, unset: "all" },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.01, unset: "0" },
   { name: "max_tokens", label: "Longest answer", min: 1, max: 1 << 20, step: 1, unset: "no limit" },
   { name: "seed", label: "Seed", min: 0, max: 2 ** 31, step: 1, unset: "random" },
 ];
 
-/** Make the fields of sampling; an empty one leaves the choice to the server. */
-export function makeSettings() {
+let onModel = () => {};
+
+/** Make the fields of sampling; an empty one leaves the choice to the server, and shows it. `changed`
+ * is called when another model is chosen, or more is known of it. */
+export function makeSettings(changed) {
+  onModel = changed;
   for (const { name, label, min, max, step, unset } of CONTROLS) {
     const field = make("input", {
       id: `sampling-${name}`,
@@ -22,7 +26,7 @@ export function makeSettings() {
       min,
       max,
       step,
-      placeholder: unset ?? "default",
+      placeholder: unset,
     });
     at("sampling").append(
       make("div", { class: "field" }, make("label", { for: field.id }, label), field),
@@ -56,8 +60,16 @@ function describeModel() {
     : "";
   for (const { name, unset } of CONTROLS) {
     const value = model?.default_sampling?.[name];
-    at(`sampling-${name}`).placeholder = value === undefined ? (unset ?? "default") : String(value);
+    // No number of likeliest tokens, 0 or less, is all of them.
+    const isSet = value !== undefined && (name !== "top_k" || value > 0);
+    at(`sampling-${name}`).placeholder = isSet ? String(value) : unset;
   }
+  onModel();
+}
+
+/** Return the sentence that the server has for whoever begins to chat with the chosen model. */
+export function readNote() {
+  return models.find(({ id }) => id === at("model").value)?.note ?? "";
 }
 
 /** Return the fields of a request; throws a sentence if one is wrong. */
