@@ -8,8 +8,10 @@ import json
 from pathlib import Path
 
 import pytest
+from folder_hub import serve_folder_hub
 
 from tandem.core.errors import NotFoundError
+from tandem.models.loading.hub import resolve_folder
 from tandem.models.loading.hub_choice import HubName, choose_gguf, list_choices, parse_hub_name
 
 GIB = 1 << 30
@@ -93,8 +95,6 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_kept_models_are_listed_resolved_and_deleted(run, cache):
-    from tandem.models.loading.hub import resolve_folder
-
     def names():
         status, out, errors = run("list", "--json")
         assert status == 0, errors
@@ -116,6 +116,49 @@ def test_kept_models_are_listed_resolved_and_deleted(run, cache):
     status, _, errors = run("rm", "org/plain")
     assert status == 1
     assert "tandem list" in errors
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub of one repository, with an empty cache: what is fetched from it."""
+    from huggingface_hub import constants
+
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    for name in ("README.md", "m-Q4_0.gguf", "m-Q8_0.gguf"):
+        (folder / name).write_text(name)
+    with serve_folder_hub("org/gguf", folder) as (url, fetched):
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        form = url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", form)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("tandem.models.loading.packaged.ROOT", tmp_path / "packaged")
+        yield fetched
+
+
+def test_a_file_of_a_repository_is_pulled_and_served_by_its_name(run, hub, monkeypatch):
+    """`serve -hf` is `pull`, and then `serve` of the same name; no other file is fetched."""
+    served = []
+    monkeypatch.setattr(
+        "tandem.cli.planning.serving.show_serving",
+        lambda settings, **_: served.append(resolve_folder(settings.model.path).name),
+    )
+    for line, file in (
+        (("-hf", "org/gguf:Q8_0"), "m-Q8_0.gguf"),
+        (("org/gguf:Q8_0",), "m-Q8_0.gguf"),
+        (("-hf", "org/gguf", "-hff", "m-Q4_0.gguf"), "m-Q4_0.gguf"),
+    ):
+        status, out, errors = run("serve", *line, "--dry-run")
+        assert (status, out, served.pop()) == (0, "", file), errors
+    assert hub == ["m-Q8_0.gguf", "m-Q4_0.gguf"]
+    status, _, errors = run("serve", "-hf", "org/gguf", "--dry-run")
+    assert (status, "name one, as org/gguf:Q4_0" in errors) == (1, True)
+    status, _, errors = run("serve", "demo", "-hf", "org/gguf:Q8_0")
+    assert (status, "give one of them" in errors) == (1, True)
+    status, out, _ = run("pull", "org/gguf:Q8_0")
+    assert (status, out.rstrip()[-11:]) == (0, "m-Q8_0.gguf")
+    assert hub == ["m-Q8_0.gguf", "m-Q4_0.gguf"], "what is here is not fetched again"
 
 
 def test_a_model_is_shown_by_its_files(run):

@@ -128,7 +128,9 @@ def pull(
 
 def _find_kept(name: HubName, revision: str | None, file: str = "") -> Path:
     """Return the folder, or the GGUF file, of a model that was pulled before."""
-    folder = _snapshot(name.repo, revision, None, local_only=True, progress=None)
+    # No file is asked for: huggingface_hub takes a snapshot for incomplete that lacks one of them,
+    # and `pull` fetches few of a repository's. What the model lacks its loader tells.
+    folder = _snapshot(name.repo, revision, [], local_only=True, progress=None)
     if not (name.tag or file) and any(folder.glob(f"*{SAFETENSORS}")):
         return folder
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*.gguf")}
@@ -211,7 +213,7 @@ def _fetch_weights(
 def _snapshot(
     model_id: str,
     revision: str | None,
-    wanted: list[str] | None,
+    wanted: list[str],
     *,
     local_only: bool,
     progress: Progress | None,
