@@ -146,6 +146,26 @@ def test_bytes_are_those_of_the_loaded_model(name, dtype, how, checkpoint):
     assert 0.8 * model.weight_bytes <= counted <= 1.2 * model.weight_bytes
 
 
+def test_a_format_of_a_rule_takes_groups_that_fill_its_matrices(checkpoint, tmp_path):
+    """``int8`` and ``int4`` leave the size of groups open, by rule as by setting, and say it."""
+    sizes = {"hidden_size": 192, "head_dim": 48, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "- match: {name: 'layers.0.mlp$'}\n  replace: {class: Mlp, kwargs: {format: int8}}\n"
+        "- match: {name: 'mlp.experts$'}\n  replace: {class: Experts, kwargs: {format: int8}}\n"
+        "- match: {name: 'lm_head$'}\n  replace: {class: LmHead, kwargs: {format: int8g32}}\n"
+    )
+    for folder, role, width in (
+        (checkpoint("llama", intermediate_size=320, **sizes), "gate_up", 192),
+        (checkpoint("qwen3_moe", moe_intermediate_size=64, **sizes), "experts", 64),
+    ):
+        plan = plan_model(folder, dtype="float32", rules=rules)
+        found = {matrix.role: matrix.weight_format for matrix in plan.matrices}
+        assert (found[role], found["head"]) == ("int8g64", "int8g32")
+        notes = {module.note for module in plan.modules if module.weight_format == "int8g64"}
+        assert notes == {f"groups of 64, as {width} inputs are no groups of 128"}
+
+
 def test_matrices_have_places_shapes_and_reasons(checkpoint, tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text(

@@ -3,12 +3,12 @@
 Children come first, so that a parent module's assignment can depend on theirs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -30,7 +30,7 @@ from tandem.core.model.layers import (
     ShortConvSpec,
 )
 from tandem.core.model.plan import NO_FORMAT, ModulePlan
-from tandem.kernels.weights.formats import find_format
+from tandem.kernels.weights.formats import explain_groups, fit_groups
 from tandem.models.loading.skeleton import list_modules
 from tandem.models.planning.describe import Describer, describe_decoder_layer
 from tandem.models.planning.operators import (
@@ -84,20 +84,39 @@ class DefaultFormats:
     """Format of router scores, which determine choices: one without loss."""
     stored: StoredModel = field(default_factory=StoredModel)
     """Matrices of the checkpoint that may keep their stored format."""
+    widths: Mapping[str, int] = field(default_factory=dict)
+    """Numbers of inputs of the matrices, by the skeleton's module."""
 
-    def choose(self, name: str, spec: OperatorSpec, kwargs: dict[str, Any]) -> tuple[str, bool]:
+    def fit(self, name: str, spec: OperatorSpec, wish: str) -> tuple[str, str]:
+        """Return (format that a rule's ``int8`` or another name means for an operator's matrices,
+        why its groups are other ones than usual; empty if they are not).
+
+        Args:
+            name: path of the module.
+            spec: spec of its operator.
+            wish: the rule's format.
+
+        Raises: NotFoundError (there is no such format).
+        """
+        if wish == NO_FORMAT:
+            return NO_FORMAT, ""
+        if isinstance(spec, ExpertsSpec):
+            widths = {spec.hidden_size, spec.intermediate_size}
+        else:
+            below = f"{name}."
+            widths = {k for m, k in self.widths.items() if m == name or m.startswith(below)}
+        chosen = fit_groups(wish, widths)
+        return chosen.name, explain_groups(wish, chosen, widths)
+
+    def choose(self, name: str, spec: OperatorSpec, wish: str | None) -> tuple[str, bool]:
         """Return (format of an operator's matrices, True if each matrix keeps the format of its
         codes).
 
         Args:
             name: path of the module.
             spec: spec of its operator.
-            kwargs: arguments of its rule, whose format has precedence.
+            wish: format of its rule, which has precedence; None: the rule names none.
         """
-        wish: str | None = kwargs.get(FORMAT_KWARG)
-        if wish is not None and wish != NO_FORMAT:
-            # A name such as `int8` stands for one of several formats, so it is resolved first.
-            wish = find_format(wish).name
         if isinstance(spec, EmbeddingSpec):
             # Embedding rows are looked up, not multiplied: they keep the checkpoint's codes, or
             # plain values.
@@ -235,7 +254,10 @@ def _plan_one(
             return msgspec.structs.replace(kept, note=f"not fused: {error}")
         problem = _tell_problem(rule, entry.name, name, str(error))
         return msgspec.structs.replace(kept, note=f"cannot: {error}", problem=problem)
-    weight_format, keeps_codes = formats.choose(name, spec, rule.kwargs)
+    wish, why = rule.kwargs.get(FORMAT_KWARG), ""
+    if wish is not None:
+        wish, why = formats.fit(name, spec, wish)
+    weight_format, keeps_codes = formats.choose(name, spec, wish)
     if entry.needs_format and weight_format == NO_FORMAT:
         return msgspec.structs.replace(kept, note="tensors, as transformers runs them")
     return msgspec.structs.replace(
@@ -245,7 +267,7 @@ def _plan_one(
         weight_format=weight_format,
         score_format=formats.router if _has_scores(spec) else NO_FORMAT,
         keeps_codes=keeps_codes,
-        note=_note_devices(rule, device),
+        note="; ".join(filter(None, (why, _note_devices(rule, device)))),
     )
 
 

@@ -147,6 +147,7 @@ def plan_model(
         linear=choices.linear.weight_format,
         router=choices.router.weight_format,
         stored=kept,
+        widths={matrix.module: matrix.shape[-1] for matrix in raw},
     )
     table, modules = plan_modules(describer, all_rules, device=device, formats=formats)
     nodes = len(read_topology().numa_nodes) if num_nodes is None else num_nodes
