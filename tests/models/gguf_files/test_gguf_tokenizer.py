@@ -285,6 +285,31 @@ def test_sentencepiece_ids_are_its_own(pieces, tmp_path):
         assert b"".join(map(tokenizer.token_bytes, encode(text))) == text.encode(), text
 
 
+def test_phi_3_drops_blanks_after_its_added_tokens(pieces, tmp_path):
+    """As its ``tokenizer.json`` says and its metadata cannot; the start of a text keeps them."""
+    add = add_pieces(pieces, has_prefix=False)
+    for architecture, is_dropped in (("phi3", True), ("llama", False)):
+        ours = load_gguf_tokenizer(
+            write(tmp_path / "x.gguf", add, architecture=architecture)
+        ).backend
+        for token, has_dropped in (("</s>", is_dropped), ("<s>", False)):
+            ids = [ours.encode(f"{token}{blanks}lazy").ids for blanks in ("", " \n ")]
+            assert (ids[0] == ids[1]) is has_dropped, (architecture, token)
+
+
+def test_the_ends_of_a_text_are_added_tokens_whatever_their_type(trained, tmp_path):
+    """In old files they are of the type of other tokens."""
+
+    def without_types(writer):
+        add_types = writer.add_token_types
+        writer.add_token_types = lambda types: add_types([NORMAL] * len(types))
+        byte_level(trained(None), "gpt-2", bos=1, eos=0)(writer)
+
+    ours = load_gguf_tokenizer(write(tmp_path / "x.gguf", without_types)).backend
+    assert ours.encode("<|endoftext|>").ids == [0]
+    assert len(ours.encode("<|im_end|>").ids) > 1
+
+
 def test_special_tokens_and_template_come_along(trained, tmp_path):
     """``load_tokenizer``, as the server calls it, of the file and of its folder."""
     path = trained(None)

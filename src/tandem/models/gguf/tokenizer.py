@@ -59,6 +59,12 @@ END_TOKENS = frozenset(
     }
 )
 """Control tokens that end a turn, even if the file names another end token."""
+STRIPPED_AFTER = frozenset({"phi3", "phimoe"})
+"""Architectures whose SentencePiece tokenizers drop blanks after an added token, which no metadata
+says.
+"""
+NOT_STRIPPED_AFTER = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""Added tokens of these that keep the blanks."""
 OF_FAMILY = {"<|user|>": ("glm4", "glm4moe")}
 """Control tokens that end a turn only in some architectures."""
 
@@ -114,8 +120,8 @@ def build_tokenizer(metadata: Mapping[str, Value], name: str) -> GgufTokenizer:
                 "otherwise, prompts become other tokens; convert it anew, or name a folder that "
                 "holds its tokenizer.json beside it",
             )
-        _add_tokens(backend, metadata, tokens)
         special = _find_special(metadata, tokens)
+        _add_tokens(backend, metadata, tokens, special)
         _frame(backend, metadata, special, is_sentencepiece=kind != "gpt2")
     except (ConfigError, UnsupportedError):
         raise
@@ -273,14 +279,28 @@ def _infer_merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple
 
 
 def _add_tokens(
-    backend: tokenizers.Tokenizer, metadata: Mapping[str, Value], tokens: list[str]
+    backend: tokenizers.Tokenizer,
+    metadata: Mapping[str, Value],
+    tokens: list[str],
+    special: dict[str, int],
 ) -> None:
     types = _list_types(metadata, len(tokens))
+    # Old files give the ends of a text the type of others.
+    ends = {special.get("bos"), special.get("eos")}
+    is_stripped = (
+        metadata.get("general.architecture") in STRIPPED_AFTER
+        and metadata.get(f"{PREFIX}model") == "llama"
+    )
     backend.add_tokens(
         [
-            AddedToken(token, normalized=False, special=kind != USER_DEFINED)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+            AddedToken(
+                token,
+                normalized=False,
+                special=kind != USER_DEFINED,
+                rstrip=is_stripped and token not in NOT_STRIPPED_AFTER,
+            )
+            for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
+            if kind in (UNKNOWN, CONTROL, USER_DEFINED) or number in ends
         ]
     )
 
