@@ -18,7 +18,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from each import each
 from tandem import _native
+from tandem.core.clock import MonotonicClock
 from tandem.core.errors import ConfigError, UnsupportedError
+from tandem.core.wire import AddRequest, SamplingParams
+from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
 from tandem.engine.planning import plan_engine
 from tandem.finetune.training.model import load_frozen
@@ -297,3 +300,43 @@ def test_own_modules_end_where_the_factors_change(tmp_path):
     write_model(AutoModelForCausalLM.from_config(config), tmp_path / "model.gguf")
     with pytest.raises(UnsupportedError, match="has one factor on cos and sin"):
         plan_model(tmp_path / "model.gguf")
+
+
+def test_minicpm_is_right_up_to_the_length_where_its_context_is_cut(tmp_path):
+    """Its latent attention runs on transformers' own modules, whose eager code sees whole texts:
+    prompts and answers that end at the last position, in steps of seven tokens and of one.
+    """
+    values = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}
+    values |= {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
+    values |= {"qk_rope_head_dim": 16, "v_head_dim": 16}
+    rope = make_rope(8, original_max_position_embeddings=ORIGINAL, factor=4.0)
+    model = make_tiny(CONFIG_MAPPING["minicpm3"](**values, rope_parameters=rope), 2)
+    save_tiny(model, tmp_path)
+    refusal = UnsupportedError("test", "as in a test")
+    plan = plan_own(tmp_path, refusal, dtype="float32", proof="off")
+    assert plan.spec.max_position_embeddings == ORIGINAL
+    engine = build_engine(
+        ModelConfig(path=str(tmp_path), dtype="float32"),
+        EngineConfig(max_batch_tokens=7, max_running=2, num_kv_blocks=8, block_size=16),
+        MonotonicClock(),
+    ).engine
+    for length in (ORIGINAL - 1, 12):
+        prompt = TOKENS[:length].tolist()
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=ORIGINAL, ignore_eos=True, prompt_logprobs=0, logprobs=0
+        )
+        engine.add(AddRequest(request_id=str(length), prompt_ids=prompt, sampling=sampling))
+        outputs = []
+        while engine.has_requests:
+            assert engine.wait_for_work(60)
+            outputs += engine.step()
+        answer = [token for output in outputs for token in output.token_ids]
+        assert len(prompt) + len(answer) == ORIGINAL
+        with torch.inference_mode():
+            rows = model.float()(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        (told,) = [each.prompt_logprobs for each in outputs if each.prompt_logprobs is not None]
+        entries = [*told.unpack()[1:], *(e for o in outputs for e in o.logprobs or ())]
+        wanted = rows[torch.arange(ORIGINAL - 1), torch.tensor(prompt + answer)[1:]]
+        ours = torch.tensor([entry.logprob for entry in entries])
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-4)
+        assert answer == rows[length - 1 : -1].argmax(-1).tolist()
