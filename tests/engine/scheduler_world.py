@@ -267,6 +267,9 @@ class World:
     num_window_blocks: int = 0
     handover_chance: float = 0.0
     lose_chance: float = 0.0
+    late_chance: float = 0.0
+    """That a step samples nothing for a sequence, as the mask of its grammar is not computed."""
+    num_late: int = 0
     checks: bool = True
     now_s: float = 0.0
     live: dict[str, Request] = field(default_factory=dict)
@@ -391,13 +394,24 @@ class World:
         sampled = self.runner.execute(plan, failed)
         stopped = {i: FinishReason.STOP for i in sampled if self.rng.random() < stop_chance}
         stopped |= dict.fromkeys(failed, FinishReason.ERROR)
+        late = [i for i in sampled if self.late_chance and self.rng.random() < self.late_chance]
+        self.num_late += len(late)
+        for request_id in late:
+            del sampled[request_id]
+            stopped.pop(request_id, None)
         self.now_s += 0.1
         self.check_held()
         if plan.is_empty:
             return plan
-        for request in self.scheduler.complete(plan, sampled, self.now_s, stopped):
+        for request in self.scheduler.complete(plan, sampled, self.now_s, stopped, late):
             self.check_end(request, stopped)
             self.retire(request)
+        for request_id in late:
+            if request_id in self.live:
+                request = self.live[request_id]
+                self.scheduler.note_mask(request, is_ready=False, is_slow=self.rng.random() < 0.5)
+        if self.late_chance:
+            self.compute_masks(0.2)
         self.forget(set().union(*unread.values()))
         if self.ahead is not None:
             self.num_ahead += len(self.ahead.sequences)
@@ -450,12 +464,20 @@ class World:
             if generation == self.pool.get_generation(block_id):
                 raise WrongKvError(f"{s.request.request_id} takes up lost block {block_id}")
 
+    def compute_masks(self, chance: float) -> None:
+        for request in self.live.values():
+            if request.queue.awaits_mask and self.rng.random() < chance:
+                self.scheduler.note_mask(request, is_ready=True)
+
     def plan(self, *, is_ahead: bool = False) -> StepPlan:
+        if self.late_chance:
+            self.compute_masks(0.5)
         plan = self.scheduler.schedule(self.now_s)
         if self.checks:
             self.check_plan(plan)
         for request in plan.expired:
-            self.retire(request, FinishReason.DEADLINE)
+            is_cancelled = request.queue.is_cancelled
+            self.retire(request, FinishReason.CANCELLED if is_cancelled else FinishReason.DEADLINE)
         if not is_ahead:
             self.check_progress(plan)
         if self.tier is not None:
@@ -489,7 +511,8 @@ class World:
         stats = self.scheduler.get_stats()
         is_loading = self.tier is not None and bool(self.tier.moving or plan.loads)
         is_loading = is_loading or bool(stats.num_loading or stats.num_held)
-        if not plan.sequences:
+        is_held = any(request.queue.awaits_mask for request in self.live.values())
+        if not plan.sequences and not is_held:
             assert not self.live or is_loading, f"{len(self.live)} live, none advances"
             assert not self.scheduler.get_stats().num_running, "a load keeps the running waiting"
         if not (plan.sequences or plan.loads or plan.expired):
@@ -538,9 +561,12 @@ class World:
             )
             first, last = s.start // BLOCK_SIZE, (s.start + s.num_tokens - 1) // BLOCK_SIZE
             written += s.block_table[first : last + 1]
-            assert len(s.block_table) == last + 1, "blocks beyond what the step needs"
+            # A request that was taken out of a plan keeps the block that it got for it.
+            num_spare = len(s.block_table) - (last + 1)
+            assert num_spare in (0, bool(self.late_chance)), "blocks beyond what the step needs"
             if self.window:
-                assert s.window.end == last + 1, "window blocks beyond what the step needs"
+                num_spare = s.window.end - (last + 1)
+                assert num_spare in (0, bool(self.late_chance)), "window blocks beyond the step"
             if self.is_new(request):
                 self.check_hit(request, s.start, plan)
                 self.check_forgotten(s, plan)
@@ -598,7 +624,8 @@ class World:
         assert in_step.isdisjoint(moving), "a step uses a block that a transfer writes"
         running = self.scheduler._state.running
         if running and self.order == "chunked" and running[0].num_remaining_tokens == 1:
-            assert running[0].is_scheduled, "the most urgent decode waits for a load"
+            is_held = running[0].queue.awaits_mask
+            assert running[0].is_scheduled or is_held, "the most urgent decode waits for a load"
 
     def is_new(self, request: Request) -> bool:
         """Whether this is the request's first step since it was admitted (again)."""

@@ -857,6 +857,11 @@ class Engine:
     ) -> list[RequestOutput]:
         sampled: dict[str, list[int]] = {}
         finished: dict[str, FinishReason] = {}
+        late = [
+            sequence.request.request_id
+            for sequence, given in zip(plan.sequences, result.sequences, strict=True)
+            if given.is_late
+        ]
         for sequence, given in zip(plan.sequences, result.sequences, strict=True):
             request_id = sequence.request.request_id
             live = self._live[request_id]
@@ -881,7 +886,7 @@ class Engine:
                     break
             sampled[request_id] = token_ids
         known = [len(sequence.request.output_ids) for sequence in plan.sequences]
-        self._scheduler.complete(plan, sampled, now_s, finished)
+        self._scheduler.complete(plan, sampled, now_s, finished, late)
         outputs: list[RequestOutput] = []
         for sequence, given, num_known in zip(plan.sequences, result.sequences, known, strict=True):
             live = self._live[sequence.request.request_id]

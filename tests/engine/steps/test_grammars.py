@@ -226,9 +226,13 @@ def test_a_grammar_that_is_compiled_takes_as_many_steps_as_none(tokenizer):
     assert guided == take_outputs(engine, {"free"})[0]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("overlap", ["off", "on"])
-def test_a_sequence_whose_masks_are_slow_holds_up_no_other(tokenizer, monkeypatch, overlap):
-    """Its tokens are those that it gets with quick masks."""
+def test_a_sequence_whose_masks_are_slow_holds_up_no_other(
+    tokenizer, monkeypatch, overlap, is_known
+):
+    """Its tokens are those that it gets with quick masks. Whether the masks before it were slow or
+    not: nobody knows of a grammar which mask is the first slow one."""
     request = make_request(tokenizer, "slow", write_grammar("regex", "[a-z ]{60}"))
     quick, _ = run(build(overlap=overlap), [request])
     blocked, passed = threading.Event(), threading.Event()
@@ -241,7 +245,10 @@ def test_a_sequence_whose_masks_are_slow_holds_up_no_other(tokenizer, monkeypatc
         return compute(state, token_ids)
 
     monkeypatch.setattr(GrammarState, "_compute", compute_slowly)
-    monkeypatch.setattr(grammar_module, "_SLOW_S", -1.0)
+    if is_known:
+        monkeypatch.setattr(
+            GrammarState, "is_slow", property(lambda _: True, lambda *_: None), raising=False
+        )
     engine = build(overlap=overlap)
     engine.add(request)
     slow = []
@@ -279,6 +286,66 @@ def test_compiled_grammars_are_kept_while_requests_use_them(monkeypatch):
         grammars.release(text)
     assert len(grammars._compiled) == 2
     assert made == [*"abcd"]
+
+
+def test_a_grammar_whose_requests_have_ended_is_not_compiled(tokenizer, monkeypatch):
+    """One client that asks and leaves, again and again, keeps no other's grammar waiting."""
+    gate, made = threading.Event(), []
+    started = threading.Semaphore(0)
+
+    def make(_, text):
+        made.append(text)
+        started.release()
+        assert gate.wait(60)
+        return Failed
+
+    monkeypatch.setattr(grammar_module, "make_matcher", make)
+    grammars, done = Grammars(lambda: "table"), threading.Event()
+    for text in "abcdefgh":
+        assert not grammars.prepare(text, lambda: None)
+    for _ in range(grammar_module._NUM_COMPILING):
+        assert started.acquire(timeout=60)
+    begun = [*made]
+    for text in "abcdefgh":
+        grammars.release(text)
+    assert not grammars.prepare("wanted", done.set)
+    gate.set()
+    assert done.wait(60)
+    assert made == [*begun, "wanted"]
+
+
+def test_what_waits_behind_a_slow_mask_goes_on_without_it(tokenizer, monkeypatch):
+    """And a grammar whose mask took too long gets no second chance."""
+    vocabulary = list_vocabulary(tokenizer, tokenizer.vocab_size, [0])
+    table, text = make_token_table(vocabulary, tokenizer), write_grammar("regex", "[a-z]+")
+    passed, begun, compute = threading.Event(), threading.Event(), GrammarState._compute
+
+    def compute_slowly(state, token_ids):
+        if not begun.is_set():
+            begun.set()
+            assert passed.wait(60)
+        return compute(state, token_ids)
+
+    monkeypatch.setattr(GrammarState, "_compute", compute_slowly)
+    grammars, compiled = Grammars(lambda: table), threading.Event()
+    if not grammars.prepare(text, compiled.set):
+        assert compiled.wait(60)
+    for sequence_id in (1, 2):
+        grammars.open(sequence_id, text)
+    masks = {1: grammars.begin_mask(1, [])}
+    assert begun.wait(60)
+    masks[2] = grammars.begin_mask(2, [])
+    assert grammars.find_late(masks) == {1, 2}
+    letter = grammars.begin_mask(2, []).result(60).nonzero()[0].tolist()[0]
+    done = threading.Event()
+    assert not grammars.await_mask(1, done.set)
+    monkeypatch.setattr(grammar_module, "_MAX_MASK_S", 0.0)
+    passed.set()
+    assert done.wait(60)
+    assert grammars.begin_mask(1, []).result(60) is None
+    monkeypatch.undo()
+    assert grammars.begin_mask(1, [letter]).result(60) is None
+    assert grammars.begin_mask(2, [letter]).result(60) is not None
 
 
 class Failed:

@@ -224,6 +224,22 @@ def test_traffic_with_prefills_that_are_held_and_decodes_from_elsewhere_is_sound
     assert sum(r.report.num_loaded_tokens > 0 and r.prefill_kv is not None for r in world.ended) > 3
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "states", "windows"])
+def test_traffic_in_which_masks_are_late_is_sound(kind, overlap):
+    """A sequence that could not sample computes its last token again, and the others go on."""
+    sizes = {"states": {"num_slots": 8}, "windows": {"window": 6, "num_window_blocks": 14}}
+    for seed in range(5):
+        # Preempted requests load states that lie behind their prompt.
+        tier = ToyTier(random.Random(seed)) if kind == "states" and seed != 1 else None
+        num_blocks = 14 if tier is None else 40
+        sized = sizes.get(kind, {}) | {"tier": tier}
+        world = World(num_blocks, seed, max_running=5, overlap=overlap, **sized)
+        world.late_chance = 0.15
+        drive(world, 150)
+        assert world.num_late > 20
+
+
 def test_state_from_a_prefill_elsewhere_takes_the_slot_of_any_snapshot():
     """A request whose state comes from elsewhere does not sit out its lease before a full pool."""
     world = World(1, max_running=1, num_slots=1, tier=ToyTier(random.Random(0), fail_chance=1.0))

@@ -335,12 +335,13 @@ class StateReuse:
                 self._keep(request, position, slot)
 
     def drop_saves(self, plan: StepPlan) -> None:
-        """Give up the snapshots that a plan was to save for requests that have ended. The plan has
-        not run.
+        """Give up the snapshots that a plan was to save for requests that were removed from it. The
+        plan has not run.
         """
+        planned = {sequence.request.request_id for sequence in plan.sequences}
         kept: list[StateSave] = []
         for save in plan.state_saves:
-            if save.request.is_finished:
+            if save.request.request_id not in planned:
                 self._free.append(save.slot)
             else:
                 kept.append(save)

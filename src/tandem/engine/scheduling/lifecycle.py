@@ -5,7 +5,7 @@ Nothing else changes a request's tokens, state or finish reason. Time is an argu
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -130,7 +130,8 @@ class Lifecycle:
         return True
 
     def expire(self, now_s: float) -> list[Request]:
-        """End the requests whose deadline has passed; return them.
+        """End the requests whose deadline has passed, and those that were cancelled in a plan from
+        which ``settle`` has removed them; return them.
 
         A request that is in a plan in flight is not ended here: ``complete`` ends it, also with
         ``FinishReason.DEADLINE``.
@@ -139,7 +140,9 @@ class Lifecycle:
         while self._deadlines and self._deadlines[0][0] <= now_s:
             request = heapq.heappop(self._deadlines)[2]
             if not request.is_finished and not request.is_scheduled:
-                self.finish(request, FinishReason.DEADLINE, now_s)
+                is_cancelled = request.queue.is_cancelled
+                reason = FinishReason.CANCELLED if is_cancelled else FinishReason.DEADLINE
+                self.finish(request, reason, now_s)
                 expired.append(request)
         return expired
 
@@ -149,9 +152,10 @@ class Lifecycle:
         sampled: Mapping[str, Sequence[int]],
         now_s: float,
         finished: Mapping[str, FinishReason],
+        late: Collection[str] = (),
     ) -> list[Request]:
         """Record the outcome of the oldest plan in flight, whose step has ended; return the
-        requests that it ended.
+        requests that it ended. See ``Scheduler.complete``.
         """
         state = self._state
         if not state.in_flight or plan is not state.in_flight[0]:
@@ -167,6 +171,7 @@ class Lifecycle:
                 if s.wants_sample
                 and not token_ids
                 and finished.get(s.request.request_id) is not FinishReason.ERROR
+                and s.request.request_id not in late
             ]
             if missing:
                 raise ConflictError("engine.complete", f"no token sampled for requests {missing}")
@@ -187,12 +192,14 @@ class Lifecycle:
             queue.num_tokens_in_flight -= sequence.num_tokens
             queue.num_samples_in_flight -= sequence.wants_sample
             reason = finished.get(request.request_id) if finished else None
+            is_late = request.request_id in late
             if reason is FinishReason.ERROR:
                 # What failed may be the copy: its tokens may not come to the index.
                 block_id = sequence.block_table[sequence.start // block_size]
                 request.num_computed_tokens -= copied.get(block_id, 0)
             else:
-                request.num_computed_tokens += sequence.num_tokens - sequence.num_drafts
+                # The last token of a late request is computed again, with the step that samples.
+                request.num_computed_tokens += sequence.num_tokens - sequence.num_drafts - is_late
                 # A decode changes the index only if it has filled a block.
                 if queue.is_prefilling or request.num_computed_tokens % block_size == 0:
                     self._index_computed(request)
@@ -200,20 +207,22 @@ class Lifecycle:
                     windows.advance(request)
                 reason = self._take_tokens(request, sequence, token_ids, reason, now_s)
             if reason is not None:
-                self.finish(request, reason, now_s)
+                self.finish(request, reason, now_s, is_sound=not is_late)
                 ended.append(request)
+            elif is_late and not request.is_scheduled:
+                self._restore_state(request)
         if state.states is not None:
             for save in plan.state_saves:
                 # Also index the partial last block of the request: a snapshot can be used only if
                 # the KV before it can be found.
                 state.prefix.index_tail(save.request)
             failed = {name for name, reason in finished.items() if reason is FinishReason.ERROR}
-            state.states.end_saves(plan, failed)
+            state.states.end_saves(plan, failed.union(late))
         return ended
 
     def settle(self, plan: StepPlan) -> bool:
-        """Remove ended requests from a plan that was made while a step ran, and renew the block
-        tables of the others; return False if nothing is left of it.
+        """Remove from a plan that was made while a step ran the requests that have ended or must
+        not run yet, and renew the block tables of the others; return False if nothing is left.
         """
         state = self._state
         if not state.in_flight or plan is not state.in_flight[0]:
@@ -222,8 +231,11 @@ class Lifecycle:
         for sequence in plan.sequences:
             request = sequence.request
             table, window = request.block_table, request.window_notes.table
-            if sequence.request.is_finished:
+            if request.is_finished:
                 plan.num_tokens -= sequence.num_tokens
+            elif request.queue.awaits_mask or sequence.start != request.num_computed_tokens:
+                plan.num_tokens -= sequence.num_tokens
+                self._take_back(sequence)
             elif sequence.block_table is table and sequence.window is window:
                 kept.append(sequence)
             else:
@@ -240,6 +252,26 @@ class Lifecycle:
             if state.states is not None:
                 state.states.end_saves(plan, ())
         return not plan.is_empty
+
+    def _take_back(self, sequence: ScheduledSequence) -> None:
+        """Remove a live request from a plan that does not run: the mask of its next token is not
+        computed, or the step before has sampled none.
+        """
+        request = sequence.request
+        request.queue.num_tokens_in_flight -= sequence.num_tokens
+        request.queue.num_samples_in_flight -= sequence.wants_sample
+        if request.queue.is_cancelled:
+            self._add_deadline(request, -math.inf)  # The plan would have ended it.
+        if sequence.start != request.num_computed_tokens:
+            self._restore_state(request)
+        self._state.wake_s = -math.inf
+
+    def _restore_state(self, request: Request) -> None:
+        """Preempt a request whose last token is to be computed again, if its model has a recurrent
+        state: the state covers that token already.
+        """
+        if self._state.states is not None:
+            self._state.preempt(request, is_sound=False)
 
     def _index_computed(self, request: Request) -> None:
         """Put the blocks that a step has filled into the prefix index, and note if it has computed
@@ -289,9 +321,16 @@ class Lifecycle:
             return FinishReason.DEADLINE
         return None
 
-    def finish(self, request: Request, reason: FinishReason, now_s: float | None) -> None:
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        now_s: float | None,
+        *,
+        is_sound: bool = True,
+    ) -> None:
         """End a live request, which must be in no plan in flight (plan of a step not recorded yet),
-        and release its blocks.
+        and release its blocks; see ``SchedulerState.leave_running`` for ``is_sound``.
         """
         state = self._state
         if reason is FinishReason.PREFILLED:
@@ -300,7 +339,8 @@ class Lifecycle:
             request.held_blocks = request.block_table
             state.holds.hold(request, now_s + request.prefill_lease_s)
         if request.state is RequestState.RUNNING:
-            state.leave_running(request, is_sound=reason is not FinishReason.ERROR)
+            is_sound = is_sound and reason is not FinishReason.ERROR
+            state.leave_running(request, is_sound=is_sound)
         elif request.state is RequestState.LOADING:
             state.loading.remove(request)
         else:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from tandem.core.errors import ConflictError
 from tandem.core.instance_status import Statistics
+from tandem.core.wire import PrefillKv
 from tandem.engine.groups.group import Group, GroupBlock
 from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.plan import BlockLoad
@@ -356,7 +357,11 @@ class BlockLoads:
             group, index = pending.block
             if group is not Group.FULL:
                 node = self._index.find_node(pending.key) if pending.key else load.tail
-                end = min(len(load.path) * size, request.prompt_len)
+                end = len(load.path) * size
+                if isinstance(pending.source, PrefillKv):
+                    # That of the whole prompt, whose last block may be partial. A lower tier has
+                    # states at the end of full blocks, of generated tokens too.
+                    end = min(end, request.prompt_len)
                 self._groups[group].end_load(request, node, end, index)
                 continue
             self._counters.num_loaded_blocks += 1

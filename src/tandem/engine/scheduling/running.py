@@ -92,7 +92,7 @@ class RunningPlanner:
             if room <= 0:
                 victims = self._choose_victims(request)
                 for victim in victims:
-                    self._preempt(victim)
+                    self._state.preempt(victim)
                 plan.preempted += victims
                 if victims:
                     return self._grow(plan, request, num_tokens)
@@ -123,14 +123,6 @@ class RunningPlanner:
                 # Preempt only requests that hold one of the freed blocks; the others keep running.
                 return [v for v in candidates if not yielded.isdisjoint(v.block_table)]
         return []
-
-    def _preempt(self, victim: Request) -> None:
-        self._state.leave_running(victim)
-        victim.queue.num_preemptions += 1
-        victim.queue.num_deferrals = 0
-        victim.load.has_loaded = False
-        self._state.counters.num_preemptions += 1
-        self._state.enqueue(victim)
 
 
 def _is_plannable(request: Request) -> bool:

@@ -34,7 +34,7 @@ at any time between.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -360,7 +360,8 @@ class Scheduler:
     def settle(self, plan: StepPlan) -> bool:
         """Correct a plan that was made while a step ran, after that step's ``complete``.
 
-        Removes the requests that have ended meanwhile, and renews the block tables of the others.
+        Removes the requests that have ended meanwhile or whose mask is not computed, and renews the
+        block tables of the others.
         Returns False if nothing is left to compute; such a plan needs no ``complete``.
 
         Raises: ConflictError (another plan must be completed first).
@@ -442,6 +443,7 @@ class Scheduler:
         sampled: Mapping[str, Sequence[int]],
         now_s: float,
         finished: Mapping[str, FinishReason] = NOT_FINISHED,
+        late: Collection[str] = (),
     ) -> list[Request]:
         """Record the result of a step; return the requests that ended with it.
 
@@ -453,11 +455,14 @@ class Scheduler:
             finished: requests that the caller ends with this step, with the reason: a stop id or
                 end of text (their token is in ``sampled``), or ``FinishReason.ERROR`` if the step's
                 result is unusable (no token). The scheduler itself decides on length and deadline.
+            late: requests for which the step has sampled nothing although they wanted it, because
+                the mask of their grammar was not computed in time. They go on with the token that
+                this step computed last, when ``note_mask`` says that they are ready.
 
         Raises: ConflictError (not the oldest plan, or a sample is missing); nothing has changed
             then.
         """
-        ended = self._lifecycle.complete(plan, sampled, now_s, finished)
+        ended = self._lifecycle.complete(plan, sampled, now_s, finished, late)
         self._state.wake_s = -math.inf
         return ended
 

@@ -133,7 +133,8 @@ class SchedulerState:
 
         Args:
             request: a request that is in no plan in flight.
-            is_sound: False if its last step failed, so that its recurrent state must not be kept.
+            is_sound: False if its recurrent state must not be kept, as its last step failed or its
+                last token is computed again.
         """
         _remove_sorted(self.running, request, _urgency)
         num_computed = request.num_computed_tokens
@@ -141,6 +142,15 @@ class SchedulerState:
         if self.states is not None and request.request_id not in self.holds:
             self.states.release(request, num_computed, is_sound=is_sound)
         request.queue.is_prefilling = False
+
+    def preempt(self, request: Request, *, is_sound: bool = True) -> None:
+        """Move a running request back to the queue, without its blocks; see ``leave_running``."""
+        self.leave_running(request, is_sound=is_sound)
+        request.queue.num_preemptions += 1
+        request.queue.num_deferrals = 0
+        request.load.has_loaded = False
+        self.counters.num_preemptions += 1
+        self.enqueue(request)
 
     def limit_chunk(self, request: Request, num_tokens: int) -> int:
         """Return how many of a request's next ``num_tokens`` tokens one step may compute.
@@ -222,7 +232,7 @@ class SchedulerState:
         """Return the number of blocks that a running request lacks for the tokens it knows and for
         one more block to grow into.
         """
-        return self.count_lookahead(request) - len(request.block_table)
+        return max(self.count_lookahead(request) - len(request.block_table), 0)
 
     def count_lookahead(self, request: Request) -> int:
         """Return the number of blocks for a request's known tokens and one more to grow into."""

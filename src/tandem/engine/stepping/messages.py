@@ -171,6 +171,9 @@ class SequenceResult(msgspec.Struct, array_like=True):
     """Log-probabilities of ``StepSequence.scored_ids``."""
     pooled: bytes = b""
     """The vector that ``StepSequence.pooled`` asks for, given in the step of the last token."""
+    is_late: bool = False
+    """True if there is no token because the mask of the sequence's grammar was not computed in
+    time; ``Grammars.await_mask`` tells when it is."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -211,6 +211,7 @@ class TorchRunner:
     ) -> StepResult:
         """Return log-probabilities of prompt tokens and sampled tokens of each sequence."""
         pool = self._model.context.pool
+        late = self._grammars.find_late(masks) if self._grammars is not None else set[int]()
         results: list[SequenceResult] = []
         drawing: list[tuple[SequenceResult, SamplerState, int]] = []
         sample_rows: list[int] = []
@@ -231,6 +232,8 @@ class TorchRunner:
             if sequence.phase is Phase.VERIFY:
                 rows_RV = logits_RV[first_row:end_row]
                 result.tokens = self._verify(sequence, sampler, position, rows_RV)
+            elif sequence.sequence_id in late:
+                result.is_late = True
             else:
                 drawing.append((result, sampler, position))
                 sample_rows.append(end_row - 1)
