@@ -6,11 +6,11 @@ it as their first argument.
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import msgspec
 from starlette.requests import Request
@@ -333,7 +333,8 @@ class ServerContext:
             http: request whose body has been read.
             origin: origin of the request.
             timeout_s: time limit that the request asks for; None: the server's limit only.
-            work: function whose time depends on the size of the body.
+            work: function whose time depends on the size of the body; see
+                ``GrammarCompiler.plan``.
             args: arguments of ``work``.
 
         Raises:
@@ -343,9 +344,12 @@ class ServerContext:
             TandemError: errors of ``work``.
         """
         async with limit_time(self.find_time_left(origin, timeout_s)):
-            running = self.encoder.threads.run(work, http.state.body_bytes, *args)
+
+            def begin() -> Coroutine[Any, Any, _T]:
+                return self.encoder.threads.run(work, http.state.body_bytes, *args)
+
             try:
-                return await run_while_connected(http.receive, running)
+                return await run_while_connected(http.receive, self.grammars.plan(begin))
             except RecursionError as error:
                 what = "a value of the body is nested too deep"
                 raise ConfigError("server.prepare", what) from error

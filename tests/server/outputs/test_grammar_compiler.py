@@ -5,7 +5,9 @@ Method: hostile grammars against small limits; tokenizers of every kind that put
 text.
 """
 
+import asyncio
 import json
+import math
 import os
 import signal
 import threading
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from vocabularies import make_byte_level_tokenizer
 
+from tandem.core.clock import ManualClock
 from tandem.core.errors import ConfigError, PeerLostError
 from tandem.models.tokenizing.grammars import (
     ExactEncoder,
@@ -28,13 +31,16 @@ from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.api import grammars as grammars_module
 from tandem.server.api.grammars import GrammarCompiler, write_literal
 from tandem.server.outputs.writing import WRITTEN_CALLS, write_calls
+from tandem.server.text import grammar_worker
+from tandem.server.text.grammar_worker import compile_grammar
+from tandem.server.text.work_threads import WorkThreads
 
 INFO = make_info(320)
 
 
 @pytest.fixture
 def compiler():
-    made = GrammarCompiler(make_byte_level_tokenizer(), timeout_s=30.0)
+    made = GrammarCompiler(make_byte_level_tokenizer(), timeout_s=30.0, clock=ManualClock())
     yield made
     made.close()
 
@@ -67,11 +73,63 @@ def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_not(compiler):
     (worker,) = compiler._processes._workers
     os.kill(worker.pid, signal.SIGSTOP)
     compiler._timeout_s = 0.1
-    with pytest.raises(ConfigError, match=r"field: the grammar takes more than 0\.1 s"):
-        compiler.write(INFO, "regex", "b+", "field")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"field: the grammar takes more than 0\.1 s"):
+            compiler.write(INFO, "regex", "b+", "field")
     assert worker.poll() is not None
     compiler._timeout_s = 30.0
     assert compiler.write(INFO, "regex", "c+", "field")
+    # The machine may have been the cause, so the refusal holds for a while only.
+    compiler._clock.advance(3600.0)
+    assert compiler.write(INFO, "regex", "b+", "field")
+
+
+def test_text_threads_do_not_wait_for_grammars(compiler, monkeypatch):
+    """Two clients' grammars of seconds would keep the texts of all others waiting."""
+    passed, asked, run = threading.Event(), threading.Event(), compiler._run
+
+    def run_slowly(question, info):
+        asked.set()
+        assert passed.wait(60)
+        return run(question, info)
+
+    monkeypatch.setattr(compiler, "_run", run_slowly)
+    texts, times = WorkThreads(1), []
+
+    def plan():
+        times.append(1)
+        grammar = compiler.write(INFO, "regex", "a+", "field")
+        compiler.check(grammar, INFO, "field")
+        return grammar
+
+    async def check():
+        planned = asyncio.create_task(compiler.plan(lambda: texts.run(plan, 1)))
+        assert await asyncio.to_thread(asked.wait, 60)
+        assert await texts.run(lambda: "text", 1) == "text"
+        passed.set()
+        return await planned
+
+    assert asyncio.run(check()) == write_grammar("regex", "a+")
+    assert len(times) == 3
+    texts.close()
+
+
+def test_a_grammar_is_checked_with_its_first_mask(monkeypatch):
+    """That may take minutes where all else takes none, and only here can it be ended."""
+    vocabulary = list_vocabulary(make_byte_level_tokenizer(), 320, [0])
+    table = make_token_table(vocabulary)
+    assert compile_grammar(table, write_grammar("regex", "a+")) == ""
+    made = Masks()
+    monkeypatch.setattr(grammar_worker, "make_matcher", lambda *_: made)
+    compile_grammar(table, write_grammar("regex", "a+"))
+    assert made.num == 1
+
+
+class Masks:
+    num = 0
+
+    def compute_bitmask(self):
+        self.num += 1
 
 
 def test_what_is_remembered_is_bounded_by_its_bytes(compiler, monkeypatch):
@@ -79,7 +137,7 @@ def test_what_is_remembered_is_bounded_by_its_bytes(compiler, monkeypatch):
     monkeypatch.setattr(grammars_module, "_MAX_KNOWN_BYTES", 2000)
     asked = []
     monkeypatch.setattr(
-        compiler, "_run", lambda question, _: asked.append(question) or (False, "no")
+        compiler, "_run", lambda question, _: asked.append(question) or ((False, "no"), math.inf)
     )
     for text in ["a" * 100_000, *map(str, range(20)), "19"]:
         with pytest.raises(ConfigError, match="no"):
@@ -87,7 +145,7 @@ def test_what_is_remembered_is_bounded_by_its_bytes(compiler, monkeypatch):
     assert len(asked) == 21
     assert len(compiler._known) == 2000 // 258
     assert sum(map(len, compiler._known)) < 2000
-    monkeypatch.setattr(compiler, "_run", lambda *_: (True, "x" * 3000))
+    monkeypatch.setattr(compiler, "_run", lambda *_: ((True, "x" * 3000), math.inf))
     assert compiler.write(INFO, "regex", "long", "field")
     assert compiler._known_bytes <= 2000
 

@@ -190,7 +190,7 @@ def make_token_table(vocabulary: Vocabulary, tokenizer: "Tokenizer | None" = Non
     Args:
         vocabulary: the tokens.
         tokenizer: encodes texts that a grammar leaves no choice of; None: the table only compiles
-            grammars and makes no masks.
+            grammars, and masks where a text is forced are of no use.
     """
     no_ids: list[int] = []
     encode = (lambda _: no_ids) if tokenizer is None else ExactEncoder(tokenizer, vocabulary)

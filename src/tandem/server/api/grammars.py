@@ -2,26 +2,31 @@
 
 Each grammar is compiled once here, in a process with limits of time and memory, so that its client
 is told of errors. The instances compile it again, with the same vocabulary and limits. All
-functions block: call them on the server's threads.
+functions block, except ``GrammarCompiler.plan``: call them on the server's threads. With ``plan``
+those threads do not wait for the processes, which would keep other clients' texts waiting.
 """
 
 import hashlib
 import json
+import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 import tandem.server.text
+from tandem.core.clock import Clock, MonotonicClock
 from tandem.core.errors import ConfigError, DeadlineError, PeerLostError
 from tandem.core.wire import InstanceInfo
 from tandem.models.tokenizing.grammars import list_vocabulary
 from tandem.models.tokenizing.schemas.json_text import parse_json
 from tandem.models.tokenizing.tokenizer import Tokenizer
 from tandem.server.text.bounded_process import BoundedProcesses
+from tandem.server.text.work_threads import WorkThreads
 
 __all__ = ["GrammarCompiler", "ResponseForm", "join_grammars", "read_grammar", "write_literal"]
 
@@ -33,6 +38,28 @@ _ENTRY_BYTES = 256
 _MAX_CHARS = 1 << 18
 """Longest grammar, in llguidance's form. The first mask of a longer one may take a second, and each
 further one tens of milliseconds."""
+_KNOWN_FAILED_S = 60.0
+"""Seconds for which a grammar that took too much time or memory is refused without another try. The
+cause may have been the machine."""
+_NUM_PROCESSES = 2
+"""Grammars that are compiled at once while requests are planned."""
+
+_T = TypeVar("_T")
+_Result = tuple[bool, str]
+"""Whether a grammar is good; the answer, or the reason why it is not."""
+
+
+class _UnknownGrammarError(Exception):
+    """Ends the planning of a request that needs a result that is not there."""
+
+    def __init__(self, question: bytes, info: InstanceInfo) -> None:
+        super().__init__()
+        self.question = question
+        self.info = info
+
+
+_given: ContextVar[dict[bytes, _Result] | None] = ContextVar("given_grammars", default=None)
+"""Results for the request that is being planned, by question; None: whoever asks waits."""
 
 
 class GrammarCompiler:
@@ -41,16 +68,22 @@ class GrammarCompiler:
     Args:
         tokenizer: tokenizer of the model.
         timeout_s: time limit of a conversion or compilation, seconds.
+        clock: clock of what is remembered for a time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, timeout_s: float = 5.0, clock: Clock | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
+        self._clock = clock if clock is not None else MonotonicClock()
+        self._threads = WorkThreads(_NUM_PROCESSES)
         self._lock = threading.Lock()
         self._processes: BoundedProcesses | None = None
         self._is_closed = False
-        self._known: OrderedDict[bytes, tuple[bool, str]] = OrderedDict()
-        """Results by digest of the question, the least recently used first."""
+        self._known: OrderedDict[bytes, tuple[_Result, float]] = OrderedDict()
+        """Results by digest of the question, each with the time until which it holds, the least
+        recently used first."""
         self._known_bytes = 0
 
     def write(self, info: InstanceInfo, kind: str, text: str, field: str) -> str:
@@ -83,40 +116,75 @@ class GrammarCompiler:
             raise ConfigError("server.check_grammar", what, field=field)
         self._ask("", grammar, info, field)
 
+    async def plan(self, begin: Callable[[], Awaitable[_T]]) -> _T:
+        """Run a function that plans a request on threads; return its result.
+
+        It ends where it needs a result that is not known, and begins again when that is there. So
+        it must not change anything before it has its grammars. Clients share the processes fairly;
+        what a client that leaves has not begun is not done.
+
+        Args:
+            begin: begins it; called on the event loop.
+        """
+        given: dict[bytes, _Result] = {}
+        token = _given.set(given)
+        try:
+            while True:
+                try:
+                    return await begin()
+                except _UnknownGrammarError as error:
+                    question, info = error.question, error.info
+                given[question] = await self._threads.run(
+                    self._answer, len(question), question, info
+                )
+        finally:
+            _given.reset(token)
+
     def close(self) -> None:
         """End the processes; what they are working on fails."""
         with self._lock:
             self._is_closed = True
         if self._processes is not None:
             self._processes.close()
+        self._threads.close()
 
     def _ask(self, kind: str, text: str, info: InstanceInfo, field: str) -> str:
         question = msgspec.msgpack.encode((kind, text))
-        key = hashlib.sha256(question).digest()
-        with self._lock:
-            result = self._known.get(key)
-            if result is not None:
-                self._known.move_to_end(key)
-        if result is None:
-            result = self._run(question, info)
-            self._remember(key, result)
+        given = _given.get()
+        result = None if given is None else given.get(question)
+        if result is None and given is not None:
+            result = self._recall(hashlib.sha256(question).digest())
+            if result is None:
+                raise _UnknownGrammarError(question, info)
+        elif result is None:
+            result = self._answer(question, info)
         is_good, answer = result
         if not is_good:
             raise ConfigError("server.check_grammar", f"{field}: {answer}", field=field)
         return answer
 
-    def _run(self, question: bytes, info: InstanceInfo) -> tuple[bool, str]:
+    def _answer(self, question: bytes, info: InstanceInfo) -> _Result:
+        key = hashlib.sha256(question).digest()
+        result = self._recall(key)
+        if result is None:
+            result, until_s = self._run(question, info)
+            self._remember(key, result, until_s)
+        return result
+
+    def _run(self, question: bytes, info: InstanceInfo) -> tuple[_Result, float]:
+        """Return the result of a question and the time until which it holds."""
         try:
-            return self._start(info).run(question, self._timeout_s)
+            return self._start(info).run(question, self._timeout_s), math.inf
         except DeadlineError:
-            return False, (
+            why = (
                 f"the grammar takes more than {self._timeout_s:g} s to compile "
                 "(server.grammar_timeout_s): use a simpler one"
             )
         except PeerLostError as error:
             if self._is_closed:
                 raise
-            return False, f"the grammar takes too much memory: use a simpler one ({error.what})"
+            why = f"the grammar takes too much memory: use a simpler one ({error.what})"
+        return (False, why), self._clock.now_s() + _KNOWN_FAILED_S
 
     def _start(self, info: InstanceInfo) -> BoundedProcesses:
         with self._lock:
@@ -128,17 +196,28 @@ class GrammarCompiler:
                 self._processes = BoundedProcesses(_WORKER, first, "server.check_grammar")
             return self._processes
 
-    def _remember(self, key: bytes, result: tuple[bool, str]) -> None:
+    def _recall(self, key: bytes) -> _Result | None:
+        with self._lock:
+            result, until_s = self._known.get(key, (None, math.inf))
+            if result is not None and until_s <= self._clock.now_s():
+                del self._known[key]
+                self._known_bytes -= len(result[1]) + _ENTRY_BYTES
+                return None
+            if result is not None:
+                self._known.move_to_end(key)
+            return result
+
+    def _remember(self, key: bytes, result: _Result, until_s: float) -> None:
         size = len(result[1]) + _ENTRY_BYTES
         if size > _MAX_KNOWN_BYTES:
             return
         with self._lock:
             if key in self._known:
                 return
-            self._known[key] = result
+            self._known[key] = result, until_s
             self._known_bytes += size
             while self._known_bytes > _MAX_KNOWN_BYTES:
-                _, (_, text) = self._known.popitem(last=False)
+                _, ((_, text), _) = self._known.popitem(last=False)
                 self._known_bytes -= len(text) + _ENTRY_BYTES
 
 

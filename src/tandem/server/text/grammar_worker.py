@@ -14,6 +14,7 @@ from tandem.models.tokenizing.grammars import (
     TokenTable,
     Vocabulary,
     find_fault,
+    make_matcher,
     make_token_table,
     write_grammar,
 )
@@ -24,9 +25,16 @@ MAX_MEMORY_BYTES = 1 << 31
 
 
 def compile_grammar(table: TokenTable, text: str) -> str:
-    """Return nothing if a grammar compiles. Raises: ValueError (it does not; with the reason)."""
+    """Return nothing if a grammar compiles.
+
+    Its first mask is computed too, which may take longer than all else: an instance computes it
+    before it begins, and cannot end that. What it is does not matter here.
+
+    Raises: ValueError (it does not compile; with the reason).
+    """
     if fault := find_fault(table, text):
         raise ValueError(fault)
+    make_matcher(table, text).compute_bitmask()
     return ""
 
 
