@@ -25,6 +25,7 @@ from tandem.engine.disaggregation.announcer import PrefillAnnouncer
 from tandem.engine.disaggregation.hand_over import ReadTarget
 from tandem.engine.disaggregation.reader import PeerReader
 from tandem.engine.engine import Engine
+from tandem.engine.groups.group import Group, GroupMemory
 from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.process.inventory import BlockInventory
@@ -32,7 +33,7 @@ from tandem.engine.scheduling.blocks import BlockPool
 from tandem.engine.scheduling.prefix_index import PrefixIndex
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.tiers.planner import CostTierPlanner
-from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, StoreTier
+from tandem.engine.tiers.store_tier import StoreTier
 from tandem.engine.transfers import TransfersBySource
 from tandem.sim import LoopClock
 
@@ -112,14 +113,17 @@ class SimInstance:
 
     def _open(self, client) -> None:
         world, clock = self.world, LoopClock()
+        groups = {Group.FULL: GroupMemory(self.memory, BLOCK_BYTES)}
+        if self.states is not None:
+            groups[Group.STATE] = GroupMemory(self.states, STATE_BYTES, 1)
         self.tier = StoreTier(
             client,
-            BlockMemory(self.memory, BLOCK_BYTES, BLOCK),
+            groups,
+            block_size=BLOCK,
             identity=self.identity.digest.hex(),
             config=world.tiers,
             clock=clock,
             on_load=self.planner.note_load,
-            states=None if self.states is None else StateMemory(self.states, STATE_BYTES),
             loop=ThreadLoop(world, self.process),
         )
         self.tier.attach(self.engine)

@@ -22,6 +22,7 @@ from tandem.core.spec import KvIdentity
 from tandem.core.wire import InstanceInfo
 from tandem.engine.config import EngineConfig
 from tandem.engine.engine import Engine
+from tandem.engine.groups.group import Group, GroupMemory
 from tandem.engine.groups.reuse import StatePolicy
 from tandem.engine.groups.windows import WindowPolicy, count_seen_blocks
 from tandem.engine.kv_memory import KvExtents, KvMemory
@@ -83,6 +84,23 @@ class BuiltEngine(NamedTuple):
     """Planner that decides about loads from lower tiers; None if there are none."""
     experts: ExpertLog | None
     """Counts of the experts that tokens chose; None if the model's layers do not report them."""
+
+    def view_groups(self) -> dict[Group, GroupMemory]:
+        """Return the host memory of each group, the full blocks first, for lower tiers."""
+        mirrors = {} if self.mirror is None else self.mirror.groups
+        layout = self.cache.layout
+        full = mirrors.get(Group.FULL, self.cache)
+        groups = {Group.FULL: GroupMemory(full.view_bytes(), layout.bytes_per_block)}
+        if self.states is not None:
+            states = mirrors.get(Group.STATE, self.states)
+            size = self.states.layout.bytes_per_state
+            groups[Group.STATE] = GroupMemory(states.view_bytes(), size, 1)
+        if self.windows is not None and self.cache.windows is not None:
+            windows = mirrors.get(Group.WINDOW, self.cache.windows)
+            size = self.windows.layout.bytes_per_block
+            num_seen = count_seen_blocks(self.windows.window, layout.block_size)
+            groups[Group.WINDOW] = GroupMemory(windows.view_bytes(), size, num_seen)
+        return groups
 
     def read_expert_hits(self) -> Statistics:
         """Return how many of the chosen experts were in the cache of experts in memory, and how

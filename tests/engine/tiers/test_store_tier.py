@@ -21,17 +21,13 @@ from tandem.core.timeline import MissReason
 from tandem.core.wire import AddRequest, InstanceStage, SamplingParams
 from tandem.engine.build import build_engine
 from tandem.engine.config import EngineConfig
-from tandem.engine.groups.group import Group
-from tandem.engine.groups.windows import count_seen_blocks
+from tandem.engine.groups.group import Group, GroupMemory
 from tandem.engine.process.instance_api import InstanceApi
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.mirror import MirroredSink, MirroredTransfers
 from tandem.engine.tiers.pins import PinLedger
 from tandem.engine.tiers.service import TierService
 from tandem.engine.tiers.store_tier import (
-    BlockMemory,
-    StateMemory,
-    WindowMemory,
     make_object_key,
 )
 from tandem.models.config import ModelConfig
@@ -90,16 +86,6 @@ class LiveStore:
         self._thread.join(TIMEOUT_S)
 
 
-def view_windows(built):
-    """The window blocks of an engine, if layers with a window have blocks of their own."""
-    if built.windows is None:
-        return None
-    cache = built.cache.windows
-    seen = count_seen_blocks(built.windows.window, cache.layout.block_size)
-    held = cache if built.mirror is None else built.mirror.windows
-    return WindowMemory(held.view_bytes(), cache.layout.bytes_per_block, seen)
-
-
 class Served:
     """One engine with its tier; ``generate`` asks the store first, as an instance does."""
 
@@ -116,21 +102,16 @@ class Served:
         self.engine = self.built.engine
         self.tier = None
         if store is not None:
-            states, mirror = self.built.states, self.built.mirror
-            mirrors = {} if mirror is None else mirror.groups
-            held = mirrors.get(Group.FULL, self.built.cache)
-            held_states = mirrors.get(Group.STATE, states)
+            mirror = self.built.mirror
             self.tier = TierService(
                 store.config,
                 RpcConfig(),
                 settings,
-                BlockMemory(held.view_bytes(), self.built.cache.layout.bytes_per_block, BLOCK),
+                self.built.view_groups(),
+                block_size=BLOCK,
                 identity=self.built.identity.digest.hex(),
                 clock=MonotonicClock(),
                 on_load=self.built.planner.note_load,
-                states=states
-                and StateMemory(held_states.view_bytes(), states.layout.bytes_per_state),
-                windows=view_windows(self.built),
             )
             if mirror is None:
                 self.engine.attach_transfers(self.tier)
@@ -213,7 +194,8 @@ def test_a_store_that_is_not_there_is_named_and_looked_for(tmp_path, caplog, mon
         StoreConfig(master="127.0.0.1:1", secret="s" * 40),
         RpcConfig(connect_timeout_ms=50),
         TierConfig(),
-        BlockMemory(np.zeros(64, dtype=np.uint8), 64, BLOCK),
+        {Group.FULL: GroupMemory(np.zeros(64, dtype=np.uint8), 64)},
+        block_size=BLOCK,
         identity="0" * 64,
         clock=MonotonicClock(),
         on_load=lambda *_: None,

@@ -42,7 +42,6 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.service import TierService
-from tandem.engine.tiers.store_tier import BlockMemory
 from tandem.models.config import ModelConfig
 from tandem.rpc import RpcConfig
 from tandem.store.config import StoreConfig
@@ -135,12 +134,12 @@ class _Instance:
         self._ids = itertools.count()
         if store is None or self.built.planner is None:
             return
-        layout, memory = self.built.cache.layout, self.built.cache.view_bytes()
         self.tier = TierService(
             store,
             RpcConfig(),
             LOAD_ALWAYS,
-            BlockMemory(memory, layout.bytes_per_block, layout.block_size),
+            self.built.view_groups(),
+            block_size=self.built.cache.layout.block_size,
             identity=self.built.identity.digest.hex(),
             clock=MonotonicClock(),
             on_load=self.built.planner.note_load,

@@ -8,7 +8,10 @@ names the group too.
 from enum import StrEnum
 from typing import NamedTuple
 
-__all__ = ["Group", "GroupBlock"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Group", "GroupBlock", "GroupMemory"]
 
 
 class Group(StrEnum):
@@ -27,3 +30,13 @@ class GroupBlock(NamedTuple):
 
     group: Group
     number: int
+
+
+class GroupMemory(NamedTuple):
+    """The memory of a group in which lower tiers read and write blocks."""
+
+    memory: npt.NDArray[np.uint8]
+    """Bytes of all blocks, one after the other."""
+    block_bytes: int
+    num_needed: int = 0
+    """Number of blocks before a place in the prompt that a request needs to go on there; 0: all."""

@@ -378,35 +378,19 @@ class Instance:
     def _open_tier(
         self, built: "BuiltEngine", planner: "CostTierPlanner", store: StoreConfig, clock: Clock
     ) -> None:
-        from tandem.engine.groups.group import Group
-        from tandem.engine.groups.windows import count_seen_blocks
         from tandem.engine.tiers.mirror import MirroredSink, MirroredTransfers
         from tandem.engine.tiers.service import TierService
-        from tandem.engine.tiers.store_tier import BlockMemory, StateMemory, WindowMemory
 
-        layout, windows, mirror = built.cache.layout, None, built.mirror
-        mirrors = {} if mirror is None else mirror.groups
-        held = mirrors.get(Group.FULL, built.cache)
-        held_windows = mirrors.get(Group.WINDOW, built.cache.windows)
-        held_states = mirrors.get(Group.STATE, built.states)
-        if built.windows is not None and held_windows is not None:
-            windows = WindowMemory(
-                held_windows.view_bytes(),
-                built.windows.layout.bytes_per_block,
-                count_seen_blocks(built.windows.window, layout.block_size),
-            )
+        mirror = built.mirror
         tier = TierService(
             store,
             self._spec.rpc,
             self._spec.tiers,
-            BlockMemory(held.view_bytes(), layout.bytes_per_block, layout.block_size),
+            built.view_groups(),
+            block_size=built.cache.layout.block_size,
             identity=built.identity.digest.hex(),
             clock=clock,
             on_load=planner.note_load,
-            states=None
-            if built.states is None or held_states is None
-            else StateMemory(held_states.view_bytes(), built.states.layout.bytes_per_state),
-            windows=windows,
         )
         if mirror is None:
             built.engine.attach_transfers(tier)

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -20,14 +20,12 @@ from tandem.core.errors import CapacityError, PeerLostError, TandemError
 from tandem.core.instance_status import Statistics
 from tandem.core.loop_calls import LoopThread
 from tandem.core.wire import KvSource
+from tandem.engine.groups.group import Group, GroupMemory
 from tandem.engine.scheduling.plan import StepPlan
 from tandem.engine.tiers.config import TierConfig
 from tandem.engine.tiers.store_tier import (
     SOURCES,
-    BlockMemory,
-    StateMemory,
     StoreTier,
-    WindowMemory,
 )
 from tandem.engine.transfers import LoadSink
 from tandem.rpc import RpcConfig
@@ -51,13 +49,11 @@ class TierService:
         store: address and settings of the store; its deadline is replaced by the tier's.
         rpc: settings of the control channel.
         config: policy and limits of the tier.
-        memory: memory of the engine's blocks.
+        groups: memory of each group of the model, the full blocks first.
+        block_size: tokens per block.
         identity: digest of the ``KvIdentity``.
         clock: used to measure rates.
         on_load: called with bytes and seconds of each successful read, on the tier's thread.
-        states: memory of the engine's states; None: the model has none.
-        windows: memory of the window blocks; None: sliding-window layers have no blocks of their
-            own.
     """
 
     def __init__(
@@ -65,20 +61,17 @@ class TierService:
         store: StoreConfig,
         rpc: RpcConfig,
         config: TierConfig,
-        memory: BlockMemory,
+        groups: Mapping[Group, GroupMemory],
         *,
+        block_size: int,
         identity: str,
         clock: Clock,
         on_load: Callable[[int, float], None],
-        states: StateMemory | None = None,
-        windows: WindowMemory | None = None,
     ) -> None:
-        self._states = states
-        self._windows = windows
         self._store = msgspec.structs.replace(store, deadline_ms=config.load_deadline_ms, name="")
         self._rpc = rpc
         self._config = config
-        self._memory = memory
+        self._groups, self._block_size = groups, block_size
         self._identity = identity
         self._clock = clock
         self._on_load = on_load
@@ -204,28 +197,25 @@ class TierService:
     async def _serve_connected(self) -> None:
         assert self._sink is not None
         limit = self._store.max_value_bytes
-        if self._memory.block_bytes > limit:
-            raise CapacityError(
-                "kv_tier.open",
-                f"a block has {self._memory.block_bytes} bytes, store.max_value_bytes is "
-                f"{limit}: raise it, or choose a smaller engine.block_size",
-            )
-        if self._states is not None and self._states.state_bytes > limit:
-            raise CapacityError(
-                "kv_tier.open",
-                f"a state has {self._states.state_bytes} bytes, store.max_value_bytes is {limit}: "
-                "raise it",
-            )
+        for group, (_, block_bytes, _) in self._groups.items():
+            if block_bytes > limit:
+                what, advice = "block", ", or choose a smaller engine.block_size"
+                if group is Group.STATE:
+                    what, advice = "state", ""
+                raise CapacityError(
+                    "kv_tier.open",
+                    f"a {what} has {block_bytes} bytes, store.max_value_bytes is {limit}: raise "
+                    f"it{advice}",
+                )
         async with ClientService(self._store, self._rpc) as service:
             tier = StoreTier(
                 service.client,
-                self._memory,
+                self._groups,
+                block_size=self._block_size,
                 identity=self._identity,
                 config=self._config,
                 clock=self._clock,
                 on_load=self._on_load,
-                states=self._states,
-                windows=self._windows,
                 counters=self.counters,
             )
             tier.attach(self._sink)

@@ -23,17 +23,16 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from tandem.core.clock import Clock
 from tandem.core.errors import CorruptionError, NotFoundError, ShapeError, TandemError
 from tandem.core.instance_status import Statistics
 from tandem.core.wire import KvSource, TierKv
-from tandem.engine.groups.group import Group, GroupBlock
+from tandem.engine.groups.group import Group, GroupBlock, GroupMemory
 from tandem.engine.scheduling.blocks import (
     KeyedBlock,
 )
@@ -45,7 +44,7 @@ from tandem.engine.tiers.staging import StagingSlots
 from tandem.engine.transfers import LoadSink
 from tandem.store import AsyncStoreClient, Part, PutOptions, StoreBuffer
 
-__all__ = ["SOURCES", "BlockMemory", "StateMemory", "StoreTier", "WindowMemory", "make_object_key"]
+__all__ = ["SOURCES", "StoreTier", "make_object_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,60 +74,20 @@ def make_object_key(identity: str, key: bytes, group: Group = Group.FULL) -> str
     return f"kv/{identity}/{group}{'/' if group else ''}{key.hex()}"
 
 
-class BlockMemory(NamedTuple):
-    """The memory of the engine's KV blocks, which the store reads and writes."""
-
-    memory: npt.NDArray[np.uint8]
-    """Bytes of all blocks, one after the other."""
-    block_bytes: int
-    block_size: int
-    """Number of tokens of a block."""
-
-
-class StateMemory(NamedTuple):
-    """The memory of the engine's state slots (for recurrent states), which the store reads and
-    writes.
-    """
-
-    memory: npt.NDArray[np.uint8]
-    """Bytes of all state slots, one after the other."""
-    state_bytes: int
-
-
-class WindowMemory(NamedTuple):
-    """The memory of the engine's window blocks (KV of the sliding-window layers), which the store
-    reads and writes.
-    """
-
-    memory: npt.NDArray[np.uint8]
-    """Bytes of all window blocks, one after the other."""
-    block_bytes: int
-    num_seen: int
-    """Number of preceding blocks that the first token of a block attends to."""
-
-
 class _Area:
-    """Memory of blocks or of states, and a staging buffer for those that are to be stored.
+    """A group's memory, and a staging buffer for those of its blocks that are to be stored.
 
     Args:
         client: store client with which the memory is registered.
-        memory: bytes of all items, one after the other.
-        item_bytes: bytes of one item.
+        memory: the group's memory.
         num_staged: number of staging slots.
     """
 
-    def __init__(
-        self,
-        client: AsyncStoreClient,
-        memory: npt.NDArray[np.uint8],
-        item_bytes: int,
-        num_staged: int,
-    ) -> None:
+    def __init__(self, client: AsyncStoreClient, memory: GroupMemory, num_staged: int) -> None:
         self._client = client
-        self._memory = memory
-        self.item_bytes = item_bytes
-        self.staging = StagingSlots(num_staged, item_bytes)
-        self._buffer: StoreBuffer = client.register(memory)
+        self._memory, self.block_bytes, self.num_needed = memory
+        self.staging = StagingSlots(num_staged, self.block_bytes)
+        self._buffer: StoreBuffer = client.register(self._memory)
         self._staging_buffer: StoreBuffer = client.register(self.staging.memory)
 
     def copy_aside(self, index: int) -> int | None:
@@ -137,17 +96,17 @@ class _Area:
         """
         slot = self.staging.take()
         if slot is not None:
-            size = self.item_bytes
+            size = self.block_bytes
             np.copyto(self.staging.view(slot), self._memory[index * size : (index + 1) * size])
         return slot
 
     def part(self, index: int) -> Part:
         """Return the memory range of an item (a block or a state), for the store's client."""
-        return Part(self._buffer, index * self.item_bytes, self.item_bytes)
+        return Part(self._buffer, index * self.block_bytes, self.block_bytes)
 
     def staged_part(self, slot: int) -> Part:
         """Return the memory range of a staging slot, for the store's client."""
-        return Part(self._staging_buffer, slot * self.item_bytes, self.item_bytes)
+        return Part(self._staging_buffer, slot * self.block_bytes, self.block_bytes)
 
     def close(self) -> None:
         """Unregister the memory from the store's client."""
@@ -166,14 +125,12 @@ class StoreTier:
 
     Args:
         client: client of the store, used on ``loop`` alone; not owned.
-        memory: memory of the engine's blocks; it must outlive the tier.
+        groups: memory of each group of the model, the full blocks first; it must outlive the tier.
+        block_size: tokens per block.
         identity: digest of the ``KvIdentity``.
         config: policy and limits.
         clock: used to measure rates.
         on_load: called with bytes and seconds of each successful read.
-        states: memory of the engine's states; None: the model has none.
-        windows: memory of the window blocks; None: sliding-window layers have no blocks of their
-            own.
         counters: statistics to add to; None: new ones.
         loop: event loop of the client; None: the caller's.
     """
@@ -181,42 +138,35 @@ class StoreTier:
     def __init__(
         self,
         client: AsyncStoreClient,
-        memory: BlockMemory,
+        groups: Mapping[Group, GroupMemory],
         *,
+        block_size: int,
         identity: str,
         config: TierConfig,
         clock: Clock,
         on_load: Callable[[int, float], None],
-        states: StateMemory | None = None,
-        windows: WindowMemory | None = None,
         counters: Statistics | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self.counters = Statistics() if counters is None else counters
         self._client = client
-        self._memory = memory
+        self._block_size = block_size
         self._identity = identity
         self._config = config
         self._clock = clock
         self._on_load = on_load
         self._loop = asyncio.get_running_loop() if loop is None else loop
         self._sink: LoadSink | None = None
-        self._blocks = _Area(client, memory.memory, memory.block_bytes, config.staging_blocks)
-        self._areas: dict[Group, _Area] = {Group.FULL: self._blocks}
-        if states is not None:
-            self._areas[Group.STATE] = _Area(
-                client, states.memory, states.state_bytes, STAGED_STATES
-            )
-        self._num_seen = 0
-        if windows is not None:
-            staged = config.staging_blocks
-            self._areas[Group.WINDOW] = _Area(client, windows.memory, windows.block_bytes, staged)
-            self._num_seen = windows.num_seen
+        self._areas: dict[Group, _Area] = {}
+        for group, memory in groups.items():
+            staged = STAGED_STATES if group is Group.STATE else config.staging_blocks
+            self._areas[group] = _Area(client, memory, staged)
+        self._blocks = self._areas[Group.FULL]
         self._full: deque[KeyedBlock] = deque()
         self._staged: deque[_Staged] = deque()
         self._storing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pins = PinLedger(int(config.pin_gib * 2**30) // memory.block_bytes)
+        self._pins = PinLedger(int(config.pin_gib * 2**30) // self._blocks.block_bytes)
         self._loading: set[tuple[str, GroupBlock]] = set()
         """Loads whose end was not reported yet, as (request id, block)."""
         self._dropped: set[tuple[str, GroupBlock]] = set()
@@ -243,7 +193,7 @@ class StoreTier:
         if not keys:
             return 0
         self.counters.num_lookups += 1
-        self.counters.lookup_tokens += len(keys) * self._memory.block_size
+        self.counters.lookup_tokens += len(keys) * self._block_size
         names = [make_object_key(self._identity, key, g) for g in self._areas for key in keys]
         try:
             async with asyncio.timeout(self._config.lookup_timeout_ms / 1e3):
@@ -258,13 +208,12 @@ class StoreTier:
         parts = [found[i : i + len(keys)] for i in range(0, len(found), len(keys))]
         by_group = dict(zip(self._areas, parts, strict=True))
         num_found = (*by_group[Group.FULL], False).index(False)
-        has_state, has_window = by_group.get(Group.STATE), by_group.get(Group.WINDOW)
-        while num_found and not (
-            (has_state is None or has_state[num_found - 1])
-            and (has_window is None or all(has_window[:num_found][-self._num_seen :]))
+        while num_found and not all(
+            all(has[:num_found][-self._areas[group].num_needed :])
+            for group, has in by_group.items()
         ):
             num_found -= 1
-        self.counters.found_tokens += num_found * self._memory.block_size
+        self.counters.found_tokens += num_found * self._block_size
         return num_found
 
     def pin(self, client: str, keys: Sequence[bytes], pin_s: float) -> None:
@@ -413,7 +362,7 @@ class StoreTier:
         except TandemError as error:
             results = [error] * len(loads)
         seconds = self._clock.now_s() - begin_s
-        sizes = [self._areas[group].item_bytes for group, _ in places]
+        sizes = [self._areas[group].block_bytes for group, _ in places]
         good = [
             load.block
             for load, result, size in zip(loads, results, sizes, strict=True)
@@ -422,11 +371,11 @@ class StoreTier:
         if good:
             groups = [block.group for block in good]
             num_blocks = groups.count(Group.FULL)
-            num_bytes = sum(self._areas[group].item_bytes for group in groups)
+            num_bytes = sum(self._areas[group].block_bytes for group in groups)
             self.counters.loaded_blocks += num_blocks
             self.counters.loaded_states += groups.count(Group.STATE)
             self.counters.loaded_window_blocks += groups.count(Group.WINDOW)
-            self.counters.loaded_tokens += num_blocks * self._memory.block_size
+            self.counters.loaded_tokens += num_blocks * self._block_size
             self.counters.loaded_bytes += num_bytes
             self.counters.load_seconds += seconds
             self._on_load(num_bytes, seconds)
@@ -539,11 +488,11 @@ class StoreTier:
             elif result.value == "exists":
                 self.counters.store_existing_blocks += not staged.group
             else:
-                self.counters.stored_bytes += area.item_bytes
-                self.counters.stored_states += staged.group == "state"
-                self.counters.stored_window_blocks += staged.group == "window"
+                self.counters.stored_bytes += area.block_bytes
+                self.counters.stored_states += staged.group is Group.STATE
+                self.counters.stored_window_blocks += staged.group is Group.WINDOW
                 self.counters.stored_blocks += not staged.group
-                self.counters.stored_tokens += 0 if staged.group else self._memory.block_size
+                self.counters.stored_tokens += 0 if staged.group else self._block_size
         there = [
             staged.key
             for staged, result in zip(batch, results, strict=True)
@@ -574,7 +523,7 @@ class StoreTier:
 
         Raises: CorruptionError (other bytes came back); TandemError (writing or reading failed).
         """
-        size, staging = self._memory.block_bytes, self._blocks.staging
+        size, staging = self._blocks.block_bytes, self._blocks.staging
         slots = [slot for _ in range(2 * PROBE_BLOCKS) if (slot := staging.take()) is not None]
         half = len(slots) // 2
         keys = [make_object_key(self._identity, b"probe%d" % i) for i in range(half)]
