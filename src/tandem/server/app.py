@@ -67,6 +67,8 @@ __all__ = ["build_app"]
 _logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 200
+_NEAR = 0.8
+"""Likeness of two paths of which one may have been meant by the other."""
 
 
 def build_app(
@@ -255,7 +257,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
     if error.status_code == 404:
         path = quote(request.url.path)[:_LONGEST_PATH]
         known = {each.path for each in list_endpoints(request.app.state.context.config)}
-        near = get_close_matches(request.url.path[:_LONGEST_PATH], known, n=1)
+        near = get_close_matches(request.url.path[:_LONGEST_PATH], known, n=1, cutoff=_NEAR)
         hint = f"did you mean {near[0].replace(':path', '')}? " if near else ""
         what = f"there is no endpoint {path}: {hint}GET /openapi.json lists all"
     return error_response(

@@ -229,6 +229,7 @@ def test_unknown_path_and_wrong_method(shared):
     missing = check(shared.get("/v2/nothing"), 404)
     assert missing["code"] == "not_found"
     assert missing["message"] == ("there is no endpoint /v2/nothing: GET /openapi.json lists all")
+    assert "mean" not in check(shared.post("/pooling", {}), 404)["message"]
     missing = check(shared.post("/chat/completions", {}), 404)
     assert "did you mean /v1/chat/completions?" in missing["message"]
     assert check(shared.get(CHAT), 405)["code"] == "method_not_allowed"
