@@ -49,7 +49,6 @@ REFUSED_FIELDS = {
     "custom_logit_processor": _PROCESSORS,
     "use_beam_search": _BEAM,
     "beam_width": _BEAM,
-    "length_penalty": _BEAM,
     "bad_words": _VOCABULARY,
     "allowed_token_ids": _VOCABULARY,
     "prompt_embeds": _INPUTS,
