@@ -23,6 +23,11 @@ def _read_device(value: str, given: Mapping[str, str]) -> str:
     return "" if value == "auto" else value
 
 
+def _switch_off(value: str, given: Mapping[str, str]) -> str:
+    del value, given
+    return "false"
+
+
 VLLM_FLAGS = (
     LaunchFlag(
         ("--gpu-memory-utilization",),
@@ -42,7 +47,17 @@ VLLM_FLAGS = (
     ),
     LaunchFlag(("--enable-prefix-caching",), "settled", "prefixes are always kept", False),
     LaunchFlag(("--enable-chunked-prefill",), "settled", "prompts are always cut in chunks", False),
+    LaunchFlag(
+        ("--no-enable-prefix-caching",),
+        "mapped",
+        "engine.prefix_cache",
+        False,
+        convert=_switch_off,
+    ),
     LaunchFlag(("--enable-lora",), "settled", "--adapter is enough", False),
+    LaunchFlag(("--max-lora-rank",), "settled", "an adapter has its own rank"),
+    LaunchFlag(("--max-loras",), "settled", "a batch mixes all adapters that are loaded"),
+    LaunchFlag(("--max-cpu-loras",), "mapped", "model.max_adapters"),
     LaunchFlag(("--lora-modules",), "mapped", "model.adapter"),
     LaunchFlag(
         ("--seed",),
@@ -58,7 +73,44 @@ VLLM_FLAGS = (
         "no stages yet: leave it out",
         harmless=("1",),
     ),
-    LaunchFlag(("--generation-config",), "refused", "values of requests come before the file's"),
+    LaunchFlag(
+        ("--generation-config",),
+        "refused",
+        "values of requests come before the file's: leave it out",
+        harmless=("auto",),
+    ),
+    LaunchFlag(
+        ("--override-generation-config",),
+        "refused",
+        "requests name their own sampling: leave it out, or change generation_config.json",
+    ),
+    LaunchFlag(
+        ("--no-enable-log-requests", "--disable-log-requests"),
+        "settled",
+        "no prompt is ever logged",
+        False,
+    ),
+    LaunchFlag(
+        ("--disable-log-stats",), "settled", "--server.load-log-s 0 ends the lines of load", False
+    ),
+    LaunchFlag(("--uvicorn-log-level",), "settled", "--log-level is that of all logs"),
+    LaunchFlag(
+        ("--guided-decoding-backend", "--structured-outputs-config"),
+        "settled",
+        "llguidance holds all grammars",
+    ),
+    LaunchFlag(("--limit-mm-per-prompt",), "settled", "images are not read"),
+    LaunchFlag(("--speculative-config",), "refused", "no speculative decoding yet: leave it out"),
+    LaunchFlag(
+        ("--root-path",), "refused", "paths have no prefix: let the proxy before it remove that"
+    ),
+    LaunchFlag(
+        ("--load-format",),
+        "refused",
+        "the files say what they are: leave it out",
+        harmless=("auto", "safetensors", "gguf"),
+    ),
+    LaunchFlag(("--download-dir",), "refused", "set the variable HF_HUB_CACHE, and leave it out"),
     LaunchFlag(("--tokenizer",), "refused", "the model's own tokenizer is used"),
     LaunchFlag(("--revision",), "mapped", "model.revision"),
     LaunchFlag(("--ssl-keyfile",), "mapped", "server.ssl_keyfile"),
