@@ -39,6 +39,7 @@ from tandem.server.config import (
 )
 from tandem.server.context import ServerContext
 from tandem.server.defaults import NEUTRAL, DefaultSampling
+from tandem.server.dialects.ollama import write_ollama_error
 from tandem.server.dialects.vectors.embeddings import read_pooling
 from tandem.server.edge.access import CLIENT_CLOSED, AccessLog
 from tandem.server.edge.auth import ADMIN_PATHS, ApiKeyGate
@@ -67,8 +68,10 @@ __all__ = ["build_app"]
 _logger = logging.getLogger(__name__)
 
 _LONGEST_PATH = 200
-_NEAR = 0.8
+_NEAR = 0.9
 """Likeness of two paths of which one may have been meant by the other."""
+_KEEPING = frozenset(f"/api/{verb}" for verb in ("pull", "push", "create", "copy", "delete"))
+"""Endpoints of Ollama that change which models there are."""
 
 
 def build_app(
@@ -247,8 +250,8 @@ def _find_form_of_errors(request: Request) -> WriteError:
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Return the router's own refusals (no such path, wrong method) in the common form of
-    errors.
+    """Return the router's own refusals (no such path, wrong method) in the form of errors of the
+    API to which the path would belong.
     """
     assert isinstance(error, HTTPException)
     if error.status_code == 405 and request.method == "OPTIONS":
@@ -260,11 +263,15 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
         near = get_close_matches(request.url.path[:_LONGEST_PATH], known, n=1, cutoff=_NEAR)
         hint = f"did you mean {near[0].replace(':path', '')}? " if near else ""
         what = f"there is no endpoint {path}: {hint}GET /openapi.json lists all"
+        if request.url.path in _KEEPING:
+            what = f"{path} is not served: `tandem pull`, `list` and `rm` keep the models"
+    is_ollama = request.url.path.startswith("/api/")
     return error_response(
         HttpError(
             error.status_code,
             what,
             code="method_not_allowed" if error.status_code == 405 else "not_found",
             headers=error.headers,
-        )
+        ),
+        write_ollama_error if is_ollama else encode_error,
     )

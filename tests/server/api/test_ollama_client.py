@@ -173,6 +173,12 @@ def test_errors_have_the_form_of_the_api(client, live, say):
         assert missing.value.status_code == 404
     with pytest.raises(ollama.ResponseError, match=r"messages\[0\].images"):
         client.chat("tiny", messages=[{"role": "user", "content": "", "images": [b"png"]}])
+    for call in (client.pull, client.delete):
+        with pytest.raises(ollama.ResponseError, match=r"^/api/.* is not served: `tandem pull`"):
+            call("other")
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    reply = requests.get(f"{live.url}/api/else", headers=headers, timeout=60)
+    assert (reply.status_code, list(reply.json())) == (404, ["error"])
     say("a b c d")
     live.engine.die_after = 1
     with pytest.raises(ollama.ResponseError):
