@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import version
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import inspect as shapes
@@ -15,10 +15,11 @@ from tandem.server.api.endpoints import list_endpoints
 from tandem.server.api.openapi import Endpoint
 from tandem.server.config import ServerConfig
 from tandem.server.dialects.sdk_fields import REQUEST_TYPES, RequestType
+from tandem.server.dialects.sdk_types import NESTED_TYPES, NestedTypes
 from tandem.server.edge.auth import ADMIN_PATHS
 from tandem.server.lifecycle import OPEN_PATHS
 
-__all__ = ["list_sdk_fields", "render_api", "render_library", "render_sdk_fields"]
+__all__ = ["list_sdk_fields", "list_sdk_types", "render_api", "render_library", "render_sdk_fields"]
 
 LIBRARIES = ("tandem.llm", "tandem.store", "tandem.transfer")
 _PLAIN = {
@@ -222,6 +223,25 @@ def list_sdk_fields(request: RequestType) -> list[str]:
     return sorted(names)
 
 
+def list_sdk_types(nested: NestedTypes) -> dict[str, Any]:
+    """Return the types of a client's union by what names them; None for a type that is a text."""
+    module, _, name = nested.sdk_type.partition(":")
+    types: dict[str, Any] = {}
+    for kind in get_args(getattr(import_module(module), name)):
+        if get_origin(kind) is Literal:
+            types |= dict.fromkeys(get_args(kind))
+            continue
+        types |= dict.fromkeys(_list_texts(get_type_hints(kind)[nested.key]), kind)
+    return types
+
+
+def _list_texts(kind: Any) -> list[str]:
+    """Return the texts that a type, or one in its union, consists of."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [text for each in get_args(kind) for text in _list_texts(each)]
+
+
 def render_sdk_fields() -> str:
     """Return the page of what becomes of each field."""
     clients = ", ".join(f"{name} {version(name)}" for name in CLIENTS)
@@ -239,4 +259,7 @@ def render_sdk_fields() -> str:
         lines += [
             f"| `{name}` | {request.find_answer(name)} |" for name in list_sdk_fields(request)
         ]
+    for nested in NESTED_TYPES:
+        lines += ["", f"## Types in {nested.place}", "", f"| {nested.key} | answer |", "|---|---|"]
+        lines += [f"| `{name}` | {nested.find_answer(name)} |" for name in list_sdk_types(nested)]
     return "\n".join([*lines, ""])
