@@ -26,6 +26,8 @@ from tandem.finetune.training.trainer import finetune
 KILLED = """
 import json, os, sys
 import importlib
+import torch
+torch.set_num_threads(1)
 module = importlib.import_module("tandem.finetune.{module}")
 whole = module.publish_folder
 calls = []
@@ -43,7 +45,10 @@ from tandem.finetune.training.trainer import finetune
 
 
 def run_killed(module: str, call: int, work: str) -> None:
-    """Run Python that kills itself when a whole folder is about to get its name."""
+    """Run Python that kills itself when a whole folder is about to get its name.
+
+    It computes on one thread as the test's own process does: sums in another order have other bits.
+    """
     code = KILLED.format(module=module, call=call, work=work)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL
@@ -98,6 +103,8 @@ def test_a_reporter_that_nobody_knows_is_refused(make_values, tmp_path):
 WRITES = ["save_pretrained", "save_to_json", "save_run_state", "fsync", "rename"]
 KILLED_IN = """
 import os, sys
+import torch
+torch.set_num_threads(1)
 from pathlib import Path
 from tandem.finetune.training import callbacks, checkpoints
 from peft import PeftModel
