@@ -737,7 +737,7 @@ MUTANTS = {
     ),
     "factor of a layer left out": (
         "gemma4_unified_text",
-        spoil(DecoderLayer, lambda layer: setattr(layer, "scale", 1.0)),
+        spoil(DecoderLayer, lambda layer: layer.scale_1.fill_(1.0)),
         "(DecoderLayer)",
     ),
     "factors of experts left out": (
@@ -745,9 +745,9 @@ MUTANTS = {
         respec(Router, has_expert_scale=False),
         "per_expert_scale' in model.safetensors belongs to no module",
     ),
-    "scores of the input that is not normed": (
+    "scores of an input whose norm has another epsilon": (
         "gemma4_text-of-26b-a4b",
-        wrap(Router, "prepare", lambda original, router, x: x),
+        respec(Router, norm_eps=0.5),
         "whole",
     ),
     "angles of another base": (

@@ -147,7 +147,13 @@ def _locate_in_layer(
     if not isinstance(layer, DecoderLayer):
         return ""
     call = seen[name]
-    with running(begin()):
+    step = begin()
+    if layer.own_input is not None:
+        # transformers passes it behind the hidden states, [1, T, items]; the step has those of all
+        # layers, of which this one reads its own.
+        own = call.others[0][0].float()
+        step.layer_inputs = own[:, None].expand(-1, len(ours.skeleton.model.layers), -1)
+    with running(step):
         _choose_before(ours, name, seen)
         result = layer(call.given.float())
     result = result[0] if isinstance(result, tuple) else result
@@ -182,7 +188,9 @@ def _locate_in_block(block: MoeBlock, name: str, seen: Seen) -> str:
             continue
         x = call.given.float()
         is_wrong = False
-        if isinstance(operator, Router) and len(call.results) > 1:
+        # Some of transformers' routers return the scores of all experts instead of a choice.
+        has_choice = len(call.results) > 1 and not call.results[-1].is_floating_point()
+        if isinstance(operator, Router) and has_choice:
             weights, ids = call.results[-2:]
             _, our_weights, our_ids = operator(x)
             shape = (len(ids), operator.num_experts)
