@@ -189,9 +189,9 @@ def _locate_in_block(block: MoeBlock, name: str, seen: Seen) -> str:
         x = call.given.float()
         is_wrong = False
         # Some of transformers' routers return the scores of all experts instead of a choice.
-        has_choice = len(call.results) > 1 and not call.results[-1].is_floating_point()
-        if isinstance(operator, Router) and has_choice:
-            weights, ids = call.results[-2:]
+        ids = call.results[-1]
+        if isinstance(operator, Router) and not ids.is_floating_point():
+            weights = call.results[-2]
             _, our_weights, our_ids = operator(x)
             shape = (len(ids), operator.num_experts)
             theirs = weights.new_zeros(shape).scatter_(1, ids, weights)
