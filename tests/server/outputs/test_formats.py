@@ -37,6 +37,7 @@ from tandem.server.outputs.deltas import (
     join_deltas,
 )
 from tandem.server.outputs.formats import FORMATS, detect_format
+from tandem.server.outputs.parameters import write_json_value
 from tandem.server.outputs.parser import FormatParser
 from tandem.server.outputs.writing import WRITTEN_CALLS, write_calls
 
@@ -357,6 +358,45 @@ def test_arguments_have_the_types_of_the_schema_wherever_it_tells_them(form):
     expected[-1] = ("other", "1.50")
     # An empty argument that is no text is null, or left out; a number keeps its digits.
     assert pairs == [*expected, ("maybe", None), ("size", None), ("size", "1e999")]
+
+
+@pytest.mark.parametrize(
+    ("form", "opened", "mark", "closed"),
+    [
+        ("qwen_xml", "<tool_call>\n<function=add>\n<parameter=b>\n", "</parameter>",
+         "\n</parameter>\n</function>\n</tool_call>"),
+        ("glm", "<tool_call>add\n<arg_key>b</arg_key>\n<arg_value>", "</arg_value>",
+         "</arg_value>\n</tool_call>"),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="add">\n<parameter name="b">',
+         "</parameter>", "</parameter>\n</invoke>\n</minimax:tool_call>"),
+    ],
+)  # fmt: skip
+def test_an_argument_may_contain_its_own_closing_mark(form, opened, mark, closed):
+    """Files about such formats are written whole; a mark that is only repeated is none of it."""
+    text = f"it ends with {mark} here, <p>{mark}</p>"
+    (call,) = summarize(check_cuts(form, opened + text + closed))[2]
+    assert json.loads(call[1]) == {"b": text}
+    (call,) = summarize(check_cuts(form, opened + "x" + mark + closed))[2]
+    assert json.loads(call[1]) == {"b": "x"}
+
+
+def test_lists_and_objects_may_be_written_as_python_writes_them():
+    """Where the tool's schema wants one; what Python alone has, and what is no literal, is text."""
+    both = frozenset({"array", "object"})
+    for text, kinds, wanted in (
+        ("{'a': None, 'b': [True, 'x\"y']}", both, {"a": None, "b": [True, 'x"y']}),
+        ("('a', 1)", both, ["a", 1]),
+        ("{'a': 1}", both | {"string"}, "{'a': 1}"),
+        ("{'a': 1}", None, "{'a': 1}"),
+        ("{1, 2}", both, "{1, 2}"),
+        ("{'a': 1e999}", both, "{'a': 1e999}"),
+        ("[b'x']", both, "[b'x']"),
+        ("[open('x')]", both, "[open('x')]"),
+        ("'abc'", both, "'abc'"),
+        ("[" * 9999, both, "[" * 9999),
+        ("{'a': '\\d'}", both, {"a": "\\d"}),
+    ):
+        assert json.loads(write_json_value(text, kinds)) == wanted, text
 
 
 def test_marked_arguments_are_what_their_marks_say():

@@ -4,8 +4,10 @@ Models leave out closing marks. A mark of the structure ends an argument that ha
 where the text behind it shows that it is no part of the argument; see ``_EndFinder``.
 """
 
+import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -112,12 +114,28 @@ class _EndFinder:
             if mark is None:
                 return not source.is_cut
             if mark == self._marks.value_close:
-                return True
+                if not (yield from self._is_closed_again()):
+                    return True
+                emit(mark)
+                continue
             source.give_back(mark)
             count = yield from self._count_inside()
             if not count:
                 return True
             emit(source.take(count))
+
+    def _is_closed_again(self) -> Reading[bool]:
+        """Return True if text and another closing mark follow a closing mark before any other mark:
+        the first one is a part of the argument, such as a file about this format.
+        """
+        source, position = self._source, 0
+        while (found := self._pattern.search(source.text, position)) is None:
+            if source.is_ended:
+                return False
+            position = max(position, len(source.text) - max(map(len, self._all)))
+            yield
+        is_close = found[0] == self._marks.value_close
+        return is_close and bool(source.text[: found.start()].strip())
 
     def _count_inside(self) -> Reading[int]:
         """Return how many characters from a mark on belong to the argument; 0: it ends there.
@@ -253,6 +271,8 @@ def write_json_value(
         words = {"true": "true", "false": "false", "none": "null", "null": "null"}
         if kinds is not None and "string" not in kinds and text.lower() in words:
             return words[text.lower()]
+        if kinds is not None and "string" not in kinds and kinds & {"array", "object"}:
+            return _convert_literal(text) or json.dumps(written, ensure_ascii=False)
         return json.dumps(written, ensure_ascii=False)
     kind = name_kind(value)
     is_text = kind == "string" and not is_json
@@ -264,3 +284,17 @@ def write_json_value(
 def _refuse_constant(name: str) -> object:
     """Refuse NaN and infinities, which JSON does not have, so that they are treated as text."""
     raise ValueError(name)
+
+
+def _convert_literal(text: str) -> str | None:
+    """Return the JSON of a list or a dict that is written as Python writes it, as models do; None
+    if the text is neither, or holds what JSON does not have.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = ast.literal_eval(text)
+        is_container = isinstance(value, (list, tuple, dict))
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) if is_container else None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
