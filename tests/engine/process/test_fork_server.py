@@ -120,6 +120,19 @@ async def fork_again(server):
             assert "the fork server died" in str(error)
 
 
+def test_what_lies_in_the_folder_of_a_server_is_not_imported(light, tmp_path, monkeypatch):
+    """A file there named like a library would run in every instance."""
+    (tmp_path / "msgspec.py").write_text("raise SystemExit('another library')")
+    monkeypatch.chdir(tmp_path)
+
+    async def work(server) -> None:
+        child = await server.fork()
+        child.stdin.close()
+        assert await child.wait() == 0
+
+    play(work)
+
+
 def test_a_fork_server_that_cannot_import_is_an_error(monkeypatch):
     monkeypatch.setattr(fork_server, "MODULE", "no_such_module")
 

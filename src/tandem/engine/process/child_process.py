@@ -59,6 +59,7 @@ async def start_child(module: str, *, stdout: int | None = None) -> asyncio.subp
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",  # What lies in the folder from which it is started is no library.
         "-m",
         module,
         stdin=asyncio.subprocess.PIPE,

@@ -181,6 +181,7 @@ class ForkServer:
                 try:
                     self._process = await asyncio.create_subprocess_exec(
                         sys.executable,
+                        "-P",  # What lies in the folder from which it is started is no library.
                         "-m",
                         MODULE,
                         stdin=theirs.fileno(),
