@@ -33,6 +33,7 @@ from tandem.conductor.fleet import DECODE, PREFILL, Fleet, FloatColumn
 from tandem.conductor.margin import Margin
 from tandem.conductor.policies.policy import Question
 from tandem.conductor.prediction import Delays
+from tandem.core.wire import Slo
 
 __all__ = ["Admission", "AdmissionMode", "Rejection"]
 
@@ -208,6 +209,10 @@ class Admission:
         self._mean_tokens = 1.0
         self._lengths = AnswerLengths()
 
+    def judges(self, slo: Slo) -> bool:
+        """Return True if requests with these objectives may be rejected."""
+        return self.mode != "none" and (slo.ttft_s is not None or slo.tpot_s is not None)
+
     def foresee(self, fleet: Fleet, forecast: Forecast, now_s: float) -> Forecast:
         """Return a forecast (predicted times of a request) with the time between tokens that the
         admission mode considers.
@@ -231,7 +236,7 @@ class Admission:
             now_s: monotonic seconds.
         """
         slo = question.slo
-        if self.mode == "none" or (slo.ttft_s is None and slo.tpot_s is None):
+        if not self.judges(slo):
             return None
         ttft_factor, tpot_factor = self.ttft.get_factor(now_s), self.tpot.get_factor(now_s)
         delays = forecast.delays

@@ -29,6 +29,7 @@ from tandem.core.wire import (
     Slo,
 )
 from tandem.engine.cluster.dispatcher import Dispatcher
+from tandem.engine.cluster.placing import Placing
 from tandem.engine.cluster.request_states import Limits
 from tandem.engine.process.methods import CONTINUE
 
@@ -185,6 +186,15 @@ def test_a_request_whose_objectives_cannot_be_kept_is_refused_and_leaves_nothing
         assert choice.first_token_s is not None
 
     run(work())
+
+
+@pytest.mark.parametrize("mode", ["none", "predicted"])
+def test_admission_knows_what_of_a_prompt_the_only_instance_has(mode):
+    """Else the time of a cached prompt is that of a new one, and it is refused."""
+    placing = Placing(Conductor(make_policy("mooncake"), Admission(mode)))
+    placing.sync(ToyPort("a"))
+    assert len(placing.describe(ask(slo=Slo(ttft_s=1.0))).chains) == (mode == "predicted")
+    assert not placing.describe(ask()).chains
 
 
 def test_the_conductor_is_told_which_answers_were_whole():

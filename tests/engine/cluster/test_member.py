@@ -129,6 +129,8 @@ def test_instances_share_the_cores_and_have_addresses_of_their_own(monkeypatch):
     assert len({spec.transfer.secret for spec in specs}) == 1
     assert [spec.num_siblings for spec in specs] == [3, 3, 3]
     assert make_specs(ClusterConfig(), make_spec()) == [make_spec()]
+    judged = make_specs(ClusterConfig(admission="predicted"), make_spec())
+    assert judged == [make_spec(tells_blocks=True)], "what is cached takes no time"
     assert [s.transfer for s in make_specs(ClusterConfig(unified=2), make_spec())] == [None, None]
 
 

@@ -87,7 +87,8 @@ def make_specs(config: ClusterConfig, common: InstanceSpec) -> list[InstanceSpec
     """
     hands_over = bool(config.prefill or config.decode)
     if not hands_over and config.num_instances == 1:
-        return [common]
+        # Admission predicts the time of a prompt by what of it is cached.
+        return [msgspec.structs.replace(common, tells_blocks=config.admission != "none")]
     if hands_over and not common.engine.prefix_cache:
         raise ConfigError(
             "cluster.configure",

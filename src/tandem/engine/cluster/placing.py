@@ -173,10 +173,10 @@ class Placing:
         """Return the question that asks the conductor where to run a request.
 
         Cost: a SHA-256 of each block of the prompt for each KV identity that serves; nothing if
-        there is only one instance to choose.
+        there is only one instance to choose, and no time is predicted for admission.
         """
         identities: set[str] = set()
-        if len(self._runs) > 1:
+        if len(self._runs) > 1 or self.conductor.admission.judges(request.slo):
             identities = {ref.identity for ref in self._runs.values()}
         return Question(
             request_id=request.request_id,
