@@ -127,7 +127,7 @@ class _Process:
         self._log = log
         with log.open("wb") as file:
             self._process = start_child(
-                [sys.executable, "-m", "tandem", *words, "--json"],
+                [sys.executable, "-P", "-m", "tandem", *words, "--json"],
                 stdout=subprocess.PIPE,
                 stderr=file,
             )
@@ -224,7 +224,17 @@ class _Server:
         """Run ``tandem bench serve`` against this server."""
         details = self._live.scratch / "details.jsonl"
         words = [
-            *(sys.executable, "-m", "tandem", "bench", "serve", "--base-url", self.url, "--json"),
+            *(
+                sys.executable,
+                "-P",
+                "-m",
+                "tandem",
+                "bench",
+                "serve",
+                "--base-url",
+                self.url,
+                "--json",
+            ),
             *("--endpoint", "completions", "--dataset-name", dataset, "--num-prompts", str(count)),
             *("--warmup-requests", "0", "--output-details", str(details)),
             *("--extra-request-body", json.dumps({"logit_bias": {str(TOKEN): 100}}), *flags),

@@ -169,7 +169,7 @@ def main() -> None:
         sys.exit(1)
     sys.stderr.write(f"$ tandem {join(words)}\n")
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "tandem", *words])  # noqa: S606 - no shell
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "tandem", *words])  # noqa: S606 - no shell
 
 
 if __name__ == "__main__":

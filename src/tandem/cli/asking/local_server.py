@@ -91,7 +91,7 @@ def connect(
     resolve_folder(model)
     key = secrets.token_urlsafe(24)
     process = start_child(
-        [sys.executable, "-m", "tandem", "serve", model, "--port", "0", *server_flags],
+        [sys.executable, "-P", "-m", "tandem", "serve", model, "--port", "0", *server_flags],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

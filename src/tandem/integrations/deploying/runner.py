@@ -91,6 +91,7 @@ async def start_bound(
         environment["TANDEM_STORE__SECRET"] = read_secret(secret_file)
     return await asyncio.create_subprocess_exec(
         sys.executable,
+        "-P",
         "-m",
         MODULE,
         ",".join(map(str, cores)) or "all",

@@ -46,7 +46,7 @@ _NUM_PROCESSES = 2
 
 _T = TypeVar("_T")
 _Result = tuple[bool, str]
-"""Whether a grammar is good; the answer, or the reason why it is not."""
+"""True if a grammar is good, with the answer; else False, with the reason."""
 
 
 class _UnknownGrammarError(Exception):

@@ -69,7 +69,7 @@ def run_process(scenario: Scenario, folder: Path, name: str) -> dict[str, Any]:
     path.write_bytes(msgspec.json.encode(scenario))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "tandem", "sim", "run", str(path), "--json"],
+            [sys.executable, "-P", "-m", "tandem", "sim", "run", str(path), "--json"],
             capture_output=True,
             check=False,
         )
