@@ -26,7 +26,7 @@ def test_what_is_measured_is_this_machine(measured):
     assert 0 < spec.memory_gib * 2**30 <= read_topology().memory_total_bytes
     assert 0 < eff.cpu_bandwidth <= 1
     assert 0 < eff.cpu_avx <= 1
-    assert min(eff.layer_us, eff.experts_us, eff.norm_ns) > 0
+    assert min(eff.step_us, eff.layer_us, eff.experts_us, eff.norm_ns) > 0
     assert set(eff.formats) >= {"int8", "int4", "int4g32", "q4k", "q6k", "bf16"}
     assert all(0 < min(s.bandwidth, s.compute) <= 1 for s in eff.formats.values())
     assert measured.rounds == 2

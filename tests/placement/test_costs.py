@@ -214,8 +214,10 @@ def test_calls_of_experts_count_where_there_are_experts():
         expert_format="int8", dense_format="int8", is_dense_on_gpu=False, is_attention_on_gpu=False
     )
     plain = read_efficiencies()
-    told = msgspec.structs.replace(plain, layer_us=10.0, experts_us=1000.0, norm_ns=1.0)
-    for name, calls_us in (("llama3-70b", 80 * 10), ("qwen3-30b-a3b", 48 * 1010)):
+    told = msgspec.structs.replace(
+        plain, step_us=500.0, layer_us=10.0, experts_us=1000.0, norm_ns=1.0
+    )
+    for name, calls_us in (("llama3-70b", 500 + 80 * 10), ("qwen3-30b-a3b", 500 + 48 * 1010)):
         shape = shape_of(name)
         times = [
             decode_time(spec, shape, place, eff, users=1, context=64).seconds

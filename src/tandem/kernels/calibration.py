@@ -21,17 +21,16 @@ from numpy.typing import NDArray
 from tandem import __version__
 from tandem._native import (
     ExpertBank,
-    PackedMatrix,
     TensorView,
     ThreadPool,
     count_expert_bytes,
-    count_linear_bytes,
     cpu_features,
     kernel_isas,
     read_topology,
     recommend_threads,
     rms_norm,
 )
+from tandem.kernels.cpu.tiny_step import TinyStep
 from tandem.kernels.weights.formats import find_format
 from tandem.placement.costs import Efficiencies, FormatShares
 from tandem.placement.fitting import read_efficiencies
@@ -60,9 +59,11 @@ NORM_ROWS = 256
 """Rows of a norm to be timed: 2 MB in and out, as much as a step's rows are."""
 MACS = 2_000_000_000
 TINY = 128
-TINY_PRODUCTS, TINY_NORMS = 4, 5
-"""Native calls of a layer on matrices so small that only the calls take time: the products of
-attention and MLP; and two norms, RoPE, and storing KV and attending, which take as long as norms.
+"""Sizes of experts that are so small that only the call takes time."""
+CALLS = 50
+"""Tiny layers, experts' calls and norms that are timed in a row, as a step has them: a single call
+would be timed with threads that must wake up and code that is in no cache, and it is so short that
+other processes would seldom interrupt it, while they do interrupt what is predicted by it.
 """
 BUDGET_S = 6.0
 """Seconds for the measuring rounds; filling the banks comes before."""
@@ -71,7 +72,7 @@ DISTURBED = 0.5
 """Load of other processes, as a share of the cores, above which a calibration counts as
 disturbed.
 """
-FORMAT = "4"
+FORMAT = "5"
 """Version of the stored calibration; another version is measured again."""
 PEAKS = {"int8": "int8", "int4g32": "int8", "q4k": "int8", "q6k": "int8", "bf16": "bf16"}
 """Weight formats to measure, each with the format whose multiply-adds it uses."""
@@ -222,47 +223,45 @@ class _Bank:
 
     def time_forward(self, ids: NDArray[np.int64]) -> float:
         """Return the seconds that one forward call with these expert ids takes."""
+        return _time(self._prepare(ids))
+
+    def time_calls(self, ids: NDArray[np.int64]) -> float:
+        """Return the mean seconds of forward calls in a row with these expert ids."""
+        return _time_each(self._prepare(ids))
+
+    def _prepare(self, ids: NDArray[np.int64]) -> Callable[[], object]:
         x = self._random.standard_normal((len(ids), self._hidden)).astype(np.float32)
         weights = np.full(ids.shape, 1 / ids.shape[1], np.float32)
         out = np.empty((len(ids), self._hidden), np.float32)
-        return _time(lambda: self._bank.forward(self._pool, x, ids, weights, out))
+        return lambda: self._bank.forward(self._pool, x, ids, weights, out)
 
 
-class _TinyLayer:
-    """The calls of a decoder layer on matrices of a few kilobytes."""
+class _Norms:
+    """Norms of a large batch of rows."""
 
     def __init__(self, pool: ThreadPool) -> None:
-        fields = find_format("int8").fields
-        size = count_linear_bytes(**fields, in_features=TINY, out_features=TINY)
-        raw = np.empty(size + 64, np.uint8)
-        offset = -raw.ctypes.data % 64
-        storage = raw[offset : offset + size]
-        storage.fill(FILLER)
         self._pool = pool
-        self._matrix = PackedMatrix(**fields, in_features=TINY, out_features=TINY, storage=storage)
-        self._rows = [TensorView(np.ones((1, TINY), np.float32)) for _ in range(2)]
-        self._weight = TensorView(np.ones(TINY, np.float32))
+        self._weight = TensorView(np.ones(HIDDEN, np.float32))
         self._batch = TensorView(np.ones((NORM_ROWS, HIDDEN), np.float32))
         self._normed = TensorView(np.ones((NORM_ROWS, HIDDEN), np.float32))
-        self._wide = TensorView(np.ones(HIDDEN, np.float32))
 
-    def norm_rows(self) -> None:
-        """Norm a batch of rows."""
-        rms_norm(self._batch, self._wide, self._normed, 1e-6, None, self._pool)
-
-    def run(self) -> None:
-        """Compute all of the layer's products and norms."""
-        x, out = self._rows
-        for _ in range(TINY_PRODUCTS):
-            self._matrix.forward(self._pool, x, out, False, None)
-        for _ in range(TINY_NORMS):
-            rms_norm(x, self._weight, out, 1e-6, None, self._pool)
+    def time_rows(self) -> float:
+        """Return the seconds of a norm of all rows."""
+        return _time_each(
+            lambda: rms_norm(self._batch, self._weight, self._normed, 1e-6, None, self._pool)
+        )
 
 
 def _time(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
+
+
+def _time_each(call: Callable[[], object]) -> float:
+    """Return the mean seconds of calls in a row, after a first one."""
+    call()
+    return _time(lambda: [call() for _ in range(CALLS)]) / CALLS
 
 
 class Calibrator:
@@ -279,7 +278,8 @@ class Calibrator:
             name: _Bank(name, pool, hidden=HIDDEN, inner=INNER, num=num_experts) for name in PEAKS
         }
         self._tiny = _Bank("int8", pool, hidden=TINY, inner=TINY, num=TOP_K)
-        self._layer = _TinyLayer(pool)
+        self._step = TinyStep(pool)
+        self._norms = _Norms(pool)
         self._samples: dict[tuple[str, str], list[float]] = {}
         self._load = os.getloadavg()[0]
         self.rounds = 0
@@ -295,9 +295,16 @@ class Calibrator:
         """
         self.rounds += 1
         few = np.arange(TOP_K, dtype=np.int64)[None]
-        self._samples.setdefault(("tiny", "experts"), []).append(self._tiny.time_forward(few))
-        self._samples.setdefault(("tiny", "layer"), []).append(_time(self._layer.run))
-        self._samples.setdefault(("rows", "norm"), []).append(_time(self._layer.norm_rows))
+        step_s = _time_each(lambda: self._step.run(0))
+        self._step.run(CALLS)
+        layers_s = _time(lambda: self._step.run(CALLS)) - step_s
+        for what, seconds in (
+            ("step", step_s),
+            ("layer", max(0.0, layers_s) / CALLS),
+            ("experts", self._tiny.time_calls(few)),
+            ("norm", self._norms.time_rows()),
+        ):
+            self._samples.setdefault(("tiny", what), []).append(seconds)
         for name, bank in self._banks.items():
             for what, measure in (
                 ("read", bank.time_reading),
@@ -345,9 +352,10 @@ class Calibrator:
             cpu_avx=compute,
             cpu_amx=compute,
             formats=formats,
+            step_us=self._middle("tiny", "step") * 1e6,
             layer_us=self._middle("tiny", "layer") * 1e6,
             experts_us=self._middle("tiny", "experts") * 1e6,
-            norm_ns=self._middle("rows", "norm") / (NORM_ROWS * HIDDEN) * 1e9,
+            norm_ns=self._middle("tiny", "norm") / (NORM_ROWS * HIDDEN) * 1e9,
         )
         return Calibration(
             fingerprint=find_fingerprint(),

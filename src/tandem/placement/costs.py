@@ -69,6 +69,8 @@ class Efficiencies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Fitted: microseconds from GPU to CPU and back, once for each layer with experts on
     the CPU.
     """
+    step_us: Annotated[float, Meta(ge=0)] = 0.0
+    """Measured: microseconds of a step on the CPU before its layers; 0 for steps on GPUs."""
     layer_us: Annotated[float, Meta(ge=0)] = 0.0
     """Measured: microseconds of a layer's calls on the CPU, whatever their size, without those of
     routed experts; 0 for layers on GPUs.
@@ -400,7 +402,7 @@ def _step(
 ) -> StepTime:
     machine = _Machine(spec, place, eff)
     sums = dict.fromkeys(Parts.__struct_fields__, 0.0)
-    seconds = 0.0
+    seconds = 0.0 if machine.num else eff.step_us * 1e-6
     groups: dict[tuple[ShapeLayer, int], int] = {}
     for i, layer in enumerate(shape.layers):
         # The last layer defers nothing, since no layer is left to add it.
