@@ -11,7 +11,7 @@ from tandem._native import ThreadPool
 from tandem.core.model.layers import GqaSpec, MlpSpec, RopeSpec
 from tandem.core.spec import GqaLayout
 from tandem.kernels.cpu.execution import CpuExecution
-from tandem.kernels.interfaces import Shard
+from tandem.kernels.interfaces import Execution, Shard
 from tandem.kernels.operators.attention import Attention
 from tandem.kernels.operators.decoder_layer import DecoderLayer, LayerParts
 from tandem.kernels.operators.mlp import Mlp
@@ -34,7 +34,7 @@ class _Zeros:
     dtype = torch.bfloat16
     device = torch.device("cpu")
 
-    def __init__(self, execution: CpuExecution) -> None:
+    def __init__(self, execution: Execution) -> None:
         self.execution = execution
 
     def has(self, name: str) -> bool:
