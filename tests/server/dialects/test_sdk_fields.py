@@ -129,7 +129,7 @@ def make_example(kind):
 def test_every_nested_type_of_the_clients_is_answered_as_its_page_says(live, monkeypatch):
     """A type that is not served is refused with its place, or left out as nothing comes of it."""
     monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
-    from api_page import list_sdk_types
+    from page.api import list_sdk_types
 
     headers = {"Authorization": "Bearer secret"}
     assert [nested.place for nested in NESTED_TYPES] == list(PLACES)

@@ -26,7 +26,7 @@ DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 """Folder of the model that the package ships; examples/demo_model made it."""
 DEMO_NOTE = "The demo model only continues Python; `tandem pull smollm2` fetches one that talks."
-"""What whoever begins to chat with it is told."""
+"""The note for whoever begins to chat with it."""
 
 SAFETENSORS = ".safetensors"
 LARGE_FILE = re.compile(r"[0-9a-f]{64}")

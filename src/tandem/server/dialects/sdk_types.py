@@ -1,6 +1,6 @@
 """Types that the official clients' requests nest: parts of contents, items, tools and choices.
 
-``tools/api_page.py`` writes the page of them, and a test sends an example of each to a server.
+``tools/page/api.py`` writes the page of them, and a test sends an example of each to a server.
 """
 
 from collections.abc import Mapping
