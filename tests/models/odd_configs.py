@@ -332,7 +332,8 @@ def _put_sharing(values: dict[str, Any], default: dict[str, Any], draw: random.R
         "partial_rotary_factor": draw.choice((0.25, 0.5)),
     }
     if "hidden_size_per_layer_input" in default:
-        values["hidden_size_per_layer_input"] = draw.choice((0, 7, 12))
+        # Without inputs of each layer transformers' own code fails where layers share KV.
+        values["hidden_size_per_layer_input"] = draw.choice((0, 7, 12)) or (7 if num_shared else 0)
         values["vocab_size_per_layer_input"] = values["vocab_size"]
     if "enable_moe_block" in default:
         values["enable_moe_block"] = draw.choice((True, False))
