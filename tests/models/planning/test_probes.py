@@ -6,12 +6,13 @@ choose alike for most tokens, so a few tokens need not tell them apart.
 
 import pytest
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config
+from transformers import DeepseekV2Config, DeepseekV3Config, Mistral4Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 
 from quick import rest_slow
 from tandem.core.model.layers import RoutingRule
-from tandem.models.planning.probes import find_routing
+from tandem.models.planning.probes import UnfitModuleError, find_routing
 
 
 class SumOfTwo(torch.nn.Module):
@@ -54,3 +55,11 @@ def test_groups_that_are_all_kept_are_none():
         topk_method="group_limited_greedy", num_attention_heads=1,
     )  # fmt: skip
     assert find_routing(DeepseekV2TopkRouter(config), None) == RoutingRule()
+
+
+def test_groups_by_sums_of_probabilities_are_refused_at_every_size():
+    """No rule of ours adds probabilities. Of 32 tokens, one that takes the best chose alike."""
+    sizes = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    for hidden in range(8, 24):
+        with pytest.raises(UnfitModuleError, match="chooses or weighs in another way"):
+            find_routing(Mistral4TopkRouter(Mistral4Config(hidden_size=hidden, **sizes)), None)

@@ -52,10 +52,8 @@ ROTARY_NAMES = ("rotary_emb", "pos_emb")
 SCALE_NAMES = ("routed_scaling_factor", "router_scaling_factor")
 """Attribute names of a router's factor on its weights."""
 PROBE_ITEMS = 8
-PROBE_TOKENS, MANY_PROBE_TOKENS = 32, 1024
-"""Tokens of the first probe of a router, and of a second one if several rules still fit: two rules
-with groups may choose alike for most tokens.
-"""
+ROUTED_TOKENS = 1024
+"""Tokens of a router's probe: two rules with groups may choose alike for most tokens."""
 
 
 class UnfitModuleError(Exception):
@@ -242,24 +240,21 @@ def find_routing(gate: Any, choice_bias: Tensor | None) -> RoutingRule:
     linear_bias = getattr(made, "bias", None)
     takes_bias = len(inspect.signature(type(gate).forward).parameters) > 2
     rules = _list_rules(made)
-    for num_tokens in (PROBE_TOKENS, MANY_PROBE_TOKENS):
-        x = torch.randn(num_tokens, hidden, generator=generator)
-        with torch.inference_mode():
-            logits = functional.linear(x, made.weight, linear_bias)
-            try:
-                outputs = made(x, bias) if takes_bias else made(x)
-            except Exception as error:  # A library's module, with any numbers.
-                raise UnfitModuleError(f"{type(gate).__name__} fails: {error}") from error
-            weights, ids = (outputs[1], outputs[2]) if len(outputs) > 2 else outputs
-            if ids.is_floating_point():
-                # This router returns dense weights over all experts, which are 0 for experts that
-                # are not chosen, and the logits.
-                theirs = weights.float()
-            else:
-                theirs = torch.zeros_like(logits).scatter_(1, ids, weights.float())
-            rules = [rule for rule in rules if _gives(theirs, logits, made.top_k, rule, bias)]
-        if len(rules) < 2:
-            break
+    x = torch.randn(ROUTED_TOKENS, hidden, generator=generator)
+    with torch.inference_mode():
+        logits = functional.linear(x, made.weight, linear_bias)
+        try:
+            outputs = made(x, bias) if takes_bias else made(x)
+        except Exception as error:  # A library's module, with any numbers.
+            raise UnfitModuleError(f"{type(gate).__name__} fails: {error}") from error
+        weights, ids = (outputs[1], outputs[2]) if len(outputs) > 2 else outputs
+        if ids.is_floating_point():
+            # This router returns dense weights over all experts, which are 0 for experts that
+            # are not chosen, and the logits.
+            theirs = weights.float()
+        else:
+            theirs = torch.zeros_like(logits).scatter_(1, ids, weights.float())
+        rules = [rule for rule in rules if _gives(theirs, logits, made.top_k, rule, bias)]
     # All remaining rules give the same result, such as scorings of a single expert whose weight is
     # always 1.
     if rules:
