@@ -193,7 +193,7 @@ def _advise_format(name: str) -> str:
             names.append(weight_format.name)
     near = get_close_matches(name, [*names, *MIXTURES], n=1)
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean --to {near[0]}?"
     return f"choose one of {', '.join(names)}, or of a GGUF file's {', '.join(MIXTURES)}"
 
 

@@ -320,9 +320,9 @@ def test_what_no_layout_has_is_refused(moe, tmp_path, checkpoint):
         export_checkpoint(moe, "mxfp4", tmp_path / "out")
     with pytest.raises(UnsupportedError, match="use bf16"):
         export_checkpoint(moe, "f32", tmp_path / "out")
-    with pytest.raises(ConfigError, match="'int3': no format to write: did you mean int8"):
+    with pytest.raises(ConfigError, match="'int3': no format to write: did you mean --to int8"):
         export_checkpoint(moe, "int3", tmp_path / "out")
-    with pytest.raises(ConfigError, match="did you mean q4_k_"):
+    with pytest.raises(ConfigError, match="did you mean --to q4_k_"):
         export_checkpoint(moe, "q4_k_x", tmp_path / "out")
     with pytest.raises(ConfigError, match=r"choose one of int8, int4, .*GGUF.* q4_k_m") as caught:
         export_checkpoint(moe, "tiny", tmp_path / "out")

@@ -108,7 +108,10 @@ class Decoder:
 
     def __init__(self, model, sampling=SAMPLING) -> None:
         cache = model.allocate_kv(8, block_size=SIZE)
-        self.runner = TorchRunner(model, cache, threads=1, grammars=Grammars(make_letters))
+        grammars = Grammars(make_letters)
+        if sampling.grammar:
+            grammars.prepare(sampling.grammar, lambda: None)  # As the engine does for a request.
+        self.runner = TorchRunner(model, cache, threads=1, grammars=grammars)
         self.sampling = sampling
         self.output: list[int] = []
 

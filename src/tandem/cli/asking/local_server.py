@@ -165,6 +165,8 @@ def read_note(client: "httpx.Client", model: str | None) -> str:
     """
     import httpx
 
+    if model is None:
+        return ""
     try:
         cards = msgspec.json.decode(client.get("/v1/models").content, type=_Cards).data
     except (httpx.HTTPError, msgspec.MsgspecError, UnicodeError):
