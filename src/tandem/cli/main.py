@@ -101,7 +101,7 @@ COMMANDS = {
 }
 """Commands by name, in the order of the list."""
 
-SAME = {"run": "chat"}
+SAME = {"run": "chat", "ls": "list"}
 """Commands by another name that people know."""
 
 MEANT = {
@@ -110,7 +110,7 @@ MEANT = {
     "merge": "export",
     **dict.fromkeys(("start", "server", "api", "api-server", "launch"), "serve"),
     **dict.fromkeys(("download", "get", "fetch"), "pull"),
-    **dict.fromkeys(("models", "ls", "tags"), "list"),
+    **dict.fromkeys(("models", "tags"), "list"),
     **dict.fromkeys(("delete", "remove", "del"), "rm"),
     **dict.fromkeys(("cli", "ask", "prompt", "talk"), "chat"),
     **dict.fromkeys(("complete", "completion", "run-batch"), "generate"),
@@ -187,7 +187,8 @@ class _Commands(typer.core.TyperGroup):
             if len(args) == 1:
                 sys.stdout.write(ctx.get_help() + "\n")
                 ctx.exit()
-            args = [*args[1:], "--help"]
+            asked = str(args[1])
+            args = [SAME.get(asked, asked), *args[2:], "--help"]
         elif first not in COMMANDS and (meant := SAME.get(first) or MEANT.get(first)) is not None:
             if first in MEANT:
                 what = f"No such command {first!r}. Did you mean {meant!r}?"

@@ -15,7 +15,13 @@ from tandem.cli.asking.wrapping import _Wrapper
 
 def test_commands_change_what_is_asked(tmp_path, capsys):
     session = ChatSession({"max_tokens": 9, "temperature": None}, None)
-    for line in ("/set temperature 0.5", "/set top_k 40", "/set system Be brief.", "/set seed 3"):
+    session.defaults = {"min_p": 0.05}
+    for line in (
+        "/set parameter temperature 0.5",
+        "/set top_k 40",
+        "/set system Be brief.",
+        "/set seed 3",
+    ):
         assert session.run_command(line)
     assert session.run_command("/set seed")
     session.messages.append({"role": "user", "content": "Hi"})
@@ -37,8 +43,12 @@ def test_commands_change_what_is_asked(tmp_path, capsys):
     assert session.messages == body["messages"][:1]
     assert session.run_command(f"/load '{path}'")
     assert session.make_body("m") == body
-    assert session.run_command("/show")
-    assert "top_k        40" in capsys.readouterr().out
+    for line in ("/show", "/set"):
+        assert session.run_command(line)
+        shown = capsys.readouterr().out
+        assert "top_k        40\n" in shown
+        assert "min_p        0.05 (the model's default)\n" in shown
+        assert "seed         not set\n" in shown
     for line in ("/exit", "/bye"):
         assert not session.run_command(line)
 

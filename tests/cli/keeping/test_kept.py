@@ -176,7 +176,8 @@ def test_words_of_other_programs_lead_to_ours(run):
         assert status == 2
         assert f"Did you mean '{meant}'?" in errors
     assert run("--version")[1].startswith("tandem ")
-    assert run("help", "pull")[1].startswith(run("pull", "--help")[1][:80])
+    for word, same in {"pull": "pull", "run": "chat", "ls": "list"}.items():
+        assert run("help", word)[1].startswith(run(same, "--help")[1][:80])
     status, _, errors = run("run", "no-such-model", "--prompt", "x")
     assert status == 1
     assert "no-such-model" in errors

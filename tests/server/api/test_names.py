@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem.cli.asking.local_server import read_note
+from tandem.cli.asking.local_server import read_card
 from tandem.models.loading.hub import DEMO_FOLDER, DEMO_NOTE
 from tandem.server.api.names import find_names
 
@@ -47,9 +47,14 @@ def test_the_demo_tells_what_it_is_for(serve_text, folder):
         (card,) = live.get("/v1/models").json()["data"]
         assert card["note"] == note
         with httpx.Client(base_url=live.url, trust_env=False) as client:
-            assert [read_note(client, name) for name in ("tiny", "other", None)] == [note, "", ""]
+            assert [read_card(client, name).note for name in ("tiny", "other", None)] == [
+                note,
+                "",
+                "",
+            ]
+            assert read_card(client, "tiny").default_sampling == card["default_sampling"]
     with httpx.Client(base_url="http://127.0.0.1:1", trust_env=False) as client:
-        assert read_note(client, "tiny") == ""
+        assert read_card(client, "tiny").note == ""
 
 
 def test_models_lists_one_name_and_its_folder(serve_text, folder):

@@ -15,7 +15,7 @@ from tandem.cli.asking.local_server import (
     AdapterFlag,
     connect,
     list_adapter_flags,
-    read_note,
+    read_card,
 )
 from tandem.cli.asking.stream import StreamResult, stream_events
 from tandem.cli.asking.terminal_input import make_reader
@@ -78,9 +78,11 @@ def chat(
             if not json:
                 sys.stdout.write("/help lists the commands.\n")
             turns = iter(make_reader(), None)
-        note = "" if json else read_note(client, asked)
-        if note:
-            sys.stderr.write(f"{note}\n")
+        if not json:
+            card = read_card(client, asked)
+            session.defaults = card.default_sampling
+            if card.note:
+                sys.stderr.write(f"{card.note}\n")
         for text in turns:
             if prompt is None and text.startswith("/") and "\n" not in text:
                 if not session.run_command(text):

@@ -12,7 +12,7 @@ __all__ = ["HELP", "ChatSession"]
 
 HELP = """\
 /set NAME VALUE    temperature, top_p, top_k, min_p, seed, max_tokens, system; no VALUE: unset
-/show              what is set
+/set, /show        show what is set
 /clear             forget the conversation
 /save FILE         write the conversation; /load FILE reads it
 /bye               end it (so do /exit and Ctrl-D)
@@ -41,6 +41,8 @@ class ChatSession:
 
     def __init__(self, options: dict[str, Any], system: str | None) -> None:
         self.options = options
+        self.defaults: dict[str, float] = {}
+        """What the server takes for values that are not set, by their fields."""
         self.messages: list[dict[str, str]] = []
         self._system = system
         self.clear()
@@ -70,10 +72,12 @@ class ChatSession:
                 self.clear()
             elif name in ("/help", "/?"):
                 sys.stdout.write(HELP)
-            elif name == "/set" and words:
-                self._set(words[0], " ".join(words[1:]))
-            elif name == "/show":
+            elif name == "/show" or (words in ([], ["parameter"]) and name == "/set"):
                 self._show()
+            elif name == "/set":
+                # Ollama's form has the word "parameter" before a name.
+                del words[: words[0] == "parameter"]
+                self._set(words[0], " ".join(words[1:]))
             elif name in ("/save", "/load") and len(words) == 1:
                 path = Path(words[0]).expanduser()
                 self._save(path) if name == "/save" else self._load(path)
@@ -103,7 +107,10 @@ class ChatSession:
     def _show(self) -> None:
         for name in NUMBERS:
             value = self.options.get(name)
-            sys.stdout.write(f"{name:<12} {'as the server says' if value is None else value}\n")
+            if value is None:
+                default = self.defaults.get(name)
+                value = "not set" if default is None else f"{default} (the model's default)"
+            sys.stdout.write(f"{name:<12} {value}\n")
         sys.stdout.write(f"{'system':<12} {self._system or 'none'}\n")
 
     def _save(self, path: Path) -> None:

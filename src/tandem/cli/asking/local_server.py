@@ -31,16 +31,19 @@ __all__ = [
     "ADAPTER_NAME",
     "MODEL_HELP",
     "AdapterFlag",
+    "ModelCard",
     "connect",
     "list_adapter_flags",
-    "read_note",
+    "read_card",
     "trim_url",
 ]
 
 ADAPTER_NAME = "adapter"
 """Name of the one LoRA adapter on a local server."""
 
-MODEL_HELP = "Folder, hub id or `demo`; with --url a model that the server there lists."
+MODEL_HELP = (
+    "Folder, GGUF file, hub id, `smollm2` or `demo`; with --url a model that the server lists."
+)
 
 AdapterFlag = Annotated[
     Path | None, typer.Option(help="Folder of a LoRA adapter, for our own server.")
@@ -155,9 +158,9 @@ def _find_first_model(client: "httpx.Client") -> str:
         return ""
 
 
-def read_note(client: "httpx.Client", model: str | None) -> str:
-    """Return the sentence that a server has for whoever begins to chat with a model; empty if it
-    has none.
+def read_card(client: "httpx.Client", model: str | None) -> "ModelCard":
+    """Return what a server tells whoever begins to chat with a model; an empty card if it tells
+    nothing.
 
     Args:
         client: a client of ``connect``.
@@ -171,21 +174,24 @@ def read_note(client: "httpx.Client", model: str | None) -> str:
         cards = msgspec.json.decode(client.get("/v1/models").content, type=_Cards).data
     except (httpx.HTTPError, msgspec.MsgspecError, UnicodeError):
         # Whatever is wrong with the server, the first question tells it.
-        return ""
-    return next((card.note for card in cards if card.id == model), "")
+        return ModelCard()
+    return next((card for card in cards if card.id == model), ModelCard())
 
 
-class _Card(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     """The fields of a server's model that are read here."""
 
     id: str = ""
     note: str = ""
+    """A sentence for whoever begins to chat; empty: none."""
+    default_sampling: dict[str, float] = {}
+    """What the server takes for values that a chat leaves out, by their fields."""
 
 
 class _Cards(msgspec.Struct):
     """A server's list of models."""
 
-    data: list[_Card] = []
+    data: list[ModelCard] = []
 
 
 def _open_client(url: str, key: str | None) -> "httpx.Client":

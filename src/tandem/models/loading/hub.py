@@ -62,7 +62,8 @@ def resolve_folder(path_or_id: str | Path, *, revision: str | None = None) -> Pa
     if name is None:
         raise NotFoundError(
             "models.resolve",
-            f"no folder or GGUF file {str(path_or_id)!r}: give one, or a hub id (org/name)",
+            f"no folder or GGUF file {str(path_or_id)!r}: give one, a hub id (org/name), "
+            f"or one of {', '.join((DEMO_MODEL, *PACKAGED))}",
         )
     return _find_kept(name, revision)
 
