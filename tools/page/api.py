@@ -46,7 +46,7 @@ def render_api() -> str:
         f"{_list_paths(OPEN_PATHS)}, and at the page, `/`.",
         f"{_list_paths(ADMIN_PATHS)}",
         "take a POST with an admin's key alone. An error has the form of OpenAI's, Anthropic's or",
-        "Ollama's API, by the path; its `code` is one of [errors](errors.md).",
+        "Ollama's API, by the path; its `code` is one of [errors](../errors.md).",
         "",
         "| Method | Path | Does | Takes | Gives | Streams |",
         "|---|---|---|---|---|---|",

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[3]
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
 MAX_LINES, MAX_CELL_WORDS = 190, 25
 _spec = importlib.util.spec_from_file_location("run_page", ROOT / "tools" / "run_page.py")
 run_page = importlib.util.module_from_spec(_spec)
@@ -36,6 +37,32 @@ def test_the_readme_is_short_and_its_cells_too():
     pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
     assert len(pictures) == 2
     assert all((ROOT / picture).is_file() for picture in pictures)
+
+
+def test_links_lead_to_files_and_headings():
+    """In every page of the repository; addresses of the internet are not asked."""
+    pages = [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").glob("*.md"),
+    ]
+    texts = {page: page.read_text(encoding="utf-8") for page in pages}
+    broken = []
+    for page, text in texts.items():
+        for link in LINK.findall(text):
+            name, _, heading = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            found = texts.get(target, "")
+            # As pages are read on GitHub: lower case, hyphens, no punctuation.
+            known = {
+                re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-")
+                for title in re.findall(r"^#+ (.*)$", found, re.MULTILINE)
+            }
+            if not target.exists() or (
+                heading and heading not in known and f'id="{heading}"' not in found
+            ):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
 
 
 def test_outputs_are_compared_in_shape():
