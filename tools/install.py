@@ -23,6 +23,8 @@ def describe(line: str) -> str | None:
     """Return what a line of pip or ninja tells of the progress, if anything."""
     if match := BUILT.match(line):
         return f"building the extension: {match[1]} of {match[2]}"
+    if line.startswith("Installing collected packages"):
+        return "writing the packages into the environment"
     if match := FETCHED.match(line):
         return f"{match[1].lower()} {match[2]}".strip()
     return None

@@ -24,6 +24,7 @@ def install(tmp_path, monkeypatch):
         ("Collecting torch>=2.6 (from x)", "collecting torch>=2.6"),
         ("  Downloading torch-2.9.whl (800 MB)", "downloading torch-2.9.whl"),
         ("  Installing build dependencies: started", "installing build dependencies"),
+        ("Installing collected packages: a, b", "writing the packages into the environment"),
         ("  warning: [3/26] is in the middle", None),
         ("", None),
     ],
