@@ -164,8 +164,10 @@ def test_a_server_names_the_client_that_reaches_it(capsys):
     ]
     last = "next: tandem chat --url http://127.0.0.1:9, or open that address in a browser\n"
     assert told.err == last
+    plan[-1] = ("speed", "unknown", "not measured: measure it")
     asyncio.run(announce(api_key=("secret",)))
     told = capsys.readouterr()
+    assert "speed    unknown (not measured: measure it)\n" in told.out
     assert told.err == "next: tandem chat --url http://127.0.0.1:9 --api-key KEY\n"
 
 

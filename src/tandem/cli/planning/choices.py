@@ -34,8 +34,9 @@ def print_summary(model: str, rows: Rows, instances: Sequence[str]) -> None:
         values["weights"] = f"{values['weights']} of weights"
     if "KV cache" in values:
         values["KV cache"] = f"KV cache of {values['KV cache']}"
-    if "speed" in values and whys["speed"].startswith("predicted"):
-        values["speed"] += ", predicted"
+    if "speed" in values:
+        why = whys["speed"]
+        values["speed"] += ", predicted" if why.startswith("predicted") else f" ({why})"
     for line, names in LINES:
         told = [values[name] for name in names if name in values]
         if line == "model" and len(instances) > 1:
