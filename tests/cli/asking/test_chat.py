@@ -15,7 +15,7 @@ from tandem.cli.asking.wrapping import _Wrapper
 
 def test_commands_change_what_is_asked(tmp_path, capsys):
     session = ChatSession({"max_tokens": 9, "temperature": None}, None)
-    session.defaults = {"min_p": 0.05}
+    session.defaults = {"min_p": 0.05, "top_p": 1.0}
     for line in (
         "/set parameter temperature 0.5",
         "/set top_k 40",
@@ -48,6 +48,7 @@ def test_commands_change_what_is_asked(tmp_path, capsys):
         shown = capsys.readouterr().out
         assert "top_k        40\n" in shown
         assert "min_p        0.05 (the model's default)\n" in shown
+        assert "top_p        1 (the model's default)\n" in shown
         assert "seed         not set\n" in shown
     for line in ("/exit", "/bye"):
         assert not session.run_command(line)

@@ -109,7 +109,7 @@ class ChatSession:
             value = self.options.get(name)
             if value is None:
                 default = self.defaults.get(name)
-                value = "not set" if default is None else f"{default} (the model's default)"
+                value = "not set" if default is None else f"{default:g} (the model's default)"
             sys.stdout.write(f"{name:<12} {value}\n")
         sys.stdout.write(f"{'system':<12} {self._system or 'none'}\n")
 
