@@ -42,7 +42,7 @@ class ChatSession:
     def __init__(self, options: dict[str, Any], system: str | None) -> None:
         self.options = options
         self.defaults: dict[str, float] = {}
-        """What the server takes for values that are not set, by their fields."""
+        """The server's values of fields that are not set."""
         self.messages: list[dict[str, str]] = []
         self._system = system
         self.clear()

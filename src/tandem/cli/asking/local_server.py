@@ -169,7 +169,7 @@ def read_card(client: "httpx.Client", model: str | None) -> "ModelCard":
     import httpx
 
     if model is None:
-        return ""
+        return ModelCard()
     try:
         cards = msgspec.json.decode(client.get("/v1/models").content, type=_Cards).data
     except (httpx.HTTPError, msgspec.MsgspecError, UnicodeError):
@@ -185,7 +185,7 @@ class ModelCard(msgspec.Struct):
     note: str = ""
     """A sentence for whoever begins to chat; empty: none."""
     default_sampling: dict[str, float] = {}
-    """What the server takes for values that a chat leaves out, by their fields."""
+    """The server's values of fields that a chat leaves out."""
 
 
 class _Cards(msgspec.Struct):
