@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 LOOK_S = 0.004
+MAX_PERIODS = 10
+"""Periods of observation in one of which an idle program must be seen idle."""
 
 
 class Observed(NamedTuple):
@@ -72,7 +74,7 @@ def observe(
 
 
 def check_idle_child(program: str) -> None:
-    """Start a program, and check that nothing in it runs once it has said that it is ready.
+    """Start a program, and check that nothing in it runs soon after it has said that it is ready.
 
     Args:
         program: Python that prints a line when it is ready, and ends when its standard input does.
@@ -84,12 +86,20 @@ def check_idle_child(program: str) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         seen = observe(list_threads(child.pid), child.pid)
+        # On a busy machine what it did before may go on for a while, as a peer that was silent is
+        # asked whether it lives. What polls, or wakes up by a timer, does so in every period.
+        for _ in range(MAX_PERIODS - 1):
+            if all(map(_is_idle, seen.values())):
+                break
+            seen = observe(list_threads(child.pid), child.pid)
         child.communicate(timeout=60)
         assert child.returncode == 0
     finally:
         child.kill()
         child.communicate()
     assert len(seen) > 1, "the threads of what is idle"
-    for each in seen.values():
-        assert each.num_awake * 20 <= each.num_looks, seen
-        assert each.num_sleeps * 40 <= each.num_looks, seen
+    assert all(map(_is_idle, seen.values())), seen
+
+
+def _is_idle(seen: Observed) -> bool:
+    return seen.num_awake * 20 <= seen.num_looks and seen.num_sleeps * 40 <= seen.num_looks
