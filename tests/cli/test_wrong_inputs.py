@@ -50,6 +50,7 @@ def test_help_shows_what_people_use_and_help_all_the_rest(run, monkeypatch):
     assert {f.path for f in list_fields(Config) if f.flag in full} == {
         f.path for f in list_fields(Config)
     }
+    assert run("serve", "--help")[1] == short, "what one call shows stays hidden from the next"
     # The brackets of a default are text, not markup.
     assert "[/dev/shm/tandem-{uid}]" in full
     assert {f.path for f in list_fields(Config)} >= STORE_SETTINGS | set(SHORT_NAMES)

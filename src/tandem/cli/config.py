@@ -232,10 +232,16 @@ def with_config_flags(
 def _show_all_help(context: typer.Context, is_wanted: bool) -> None:
     if not is_wanted:
         return
-    for parameter in context.command.params:
-        if isinstance(parameter, typer.core.TyperOption):
-            parameter.hidden = False
-    sys.stdout.write(context.get_help() + "\n")
+    options = [p for p in context.command.params if isinstance(p, typer.core.TyperOption)]
+    hidden = [option for option in options if option.hidden]
+    for option in hidden:
+        option.hidden = False
+    try:
+        sys.stdout.write(context.get_help() + "\n")
+    finally:
+        # The command may be run again in this process, as tests do.
+        for option in hidden:
+            option.hidden = True
     raise typer.Exit
 
 
